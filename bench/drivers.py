@@ -28,6 +28,7 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -217,26 +218,33 @@ def leases(groups: int = 5000) -> dict[str, float]:
 
 async def ray_calls(calls: int = 2000) -> dict[str, float]:
     """CPU seconds of the coordinator's process per call through Ray, each of which leases one group and reports one; 16 calls at a time."""
-    from engine.plugins.drivers.actors import Coordinator, RemoteCoordinator
+    from engine.plugins.drivers.actors import Coordinator, ask
     from engine.plugins.drivers.cluster import cluster
 
-    report = {"incarnation": "a", "states": {"GENERATING": 8}, "failures": {}, "limits": {}, "store": "0"}
+    report = {
+        "incarnation": "a",
+        "states": {"GENERATING": 8},
+        "failures": {},
+        "limits": {},
+        "store": "0",
+        "whole": None,
+    }
     with cluster(1) as ray, tempfile.TemporaryDirectory(prefix="bench-drivers-") as folder:
         actor = ray.remote(Coordinator).options(num_cpus=0).remote(folder, calls, 60.0, shared=True)
-        remote = RemoteCoordinator(actor, 60.0)
+        remote = partial(ask, actor, 60.0)
         for slot in range(16):
-            await remote.join(slot, "host", [])
-        began, wall = (await remote.status())["cpu"], time.perf_counter()
+            await remote("join", slot, "host", [])
+        began, wall = (await remote("status"))["cpu"], time.perf_counter()
 
         async def driver(slot: int) -> None:
             done: list[int] = []
             for number in range(1, calls // 16 + 1):
-                answer, _ = await remote.call(slot, number, 1, done, [], report)
+                answer, _, _ = await remote("call", slot, number, 1, done, [], report)
                 done = [position for position, _ in answer.leases]
 
         await asyncio.gather(*(driver(slot) for slot in range(16)))
         found = {
-            "cpu": ((await remote.status())["cpu"] - began) / calls,
+            "cpu": ((await remote("status"))["cpu"] - began) / calls,
             "wall": (time.perf_counter() - wall) / calls,
         }
     print(

@@ -16,11 +16,8 @@ from engine.cli.options import KeepGoing, Limit, Out, Overrides, Quiet, Resume, 
 from engine.terminal import echo
 
 if TYPE_CHECKING:
-    import asyncio
-
     from rich.console import Console
 
-    from engine.runner.runner import Runner
     from engine.runner.summary import RunResult
     from engine.schemas.trajectory import Blame
     from engine.spec.load import LoadedSpec
@@ -247,7 +244,7 @@ async def drive(
 
     from engine.backends.registry import open_backend
     from engine.cli.exits import stop_on_signals
-    from engine.cli.run_report import print_summary
+    from engine.cli.run_report import Panel, print_summary, with_progress
     from engine.masking import mask_credentials
     from engine.runner.observers import RunObservers
     from engine.runner.processes import processes_of
@@ -278,7 +275,8 @@ async def drive(
                     console.print(f"{len(await store.begin_again(again))} failed episodes are run again")
                 began = time.perf_counter()
                 with observers.watch(runner.counters, runner.summary):
-                    result = await _with_progress(runner, stop, console, quiet=quiet)
+                    panel = Panel(runner.counters, runner.summary)
+                    result = await with_progress(panel, runner.run(stop=stop), console, quiet=quiet)
             finally:
                 await backend.close()
         await observers.of_result(result)
@@ -313,21 +311,3 @@ async def drive(
             highlight=False,
         )
     return result
-
-
-async def _with_progress(runner: Runner, stop: asyncio.Event, console: Console, *, quiet: bool) -> RunResult:
-    from rich.live import Live as LiveDisplay
-
-    from engine.cli.run_report import Panel, ticking
-
-    panel = Panel(runner.counters, runner.summary)
-    if quiet:
-        return await runner.run(stop=stop)
-    if console.is_terminal:
-        with LiveDisplay(panel, console=console, refresh_per_second=4, transient=True):
-            return await runner.run(stop=stop)
-    try:
-        with ticking(panel.line, echo):
-            return await runner.run(stop=stop)
-    finally:
-        echo(panel.line())

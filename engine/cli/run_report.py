@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from rich.console import Console, Group
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from engine.terminal import echo
+
 if TYPE_CHECKING:
     from engine.runner.counters import RunCounters
     from engine.runner.summary import RunSummary
     from engine.store.reader import RunReader
 
+T = TypeVar("T")
 _CAUSES = 3
 """Maximum number of causes and limits on a line."""
 _FIRST, _OFTEN, _SELDOM = 2.0, 5.0, 30.0
@@ -93,6 +96,22 @@ def ticking(line: Callable[[], str | None], say: Callable[[str], None]) -> Itera
     finally:
         stop.set()
         thread.join(timeout=1.0)
+
+
+async def with_progress(panel: Panel, work: Awaitable[T], console: Console, *, quiet: bool) -> T:
+    """Wait for a run, with its panel on a terminal, with a line from time to time elsewhere, or without both (`quiet`)."""
+    from rich.live import Live as LiveDisplay
+
+    if quiet:
+        return await work
+    if console.is_terminal:
+        with LiveDisplay(panel, console=console, refresh_per_second=4, transient=True):
+            return await work
+    try:
+        with ticking(panel.line, echo):
+            return await work
+    finally:
+        echo(panel.line())
 
 
 def share(part: float, whole: float) -> str:

@@ -7,16 +7,16 @@ them again; the coordinator reads its leases from its file, and a driver asks fo
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from engine.errors import EngineError, StoreError
 from engine.plugins.drivers.leases import FILE, Answer, Lease, Leases
-from engine.plugins.drivers.session import Coordinating, Done, Report, Setup, machine_id, prepare_process, run_driver
+from engine.plugins.drivers.session import Done, Report, Setup, machine_id, prepare_process, run_driver
 
 PAUSE = 0.1
 """Seconds before a call is repeated, because the coordinator is being started again."""
@@ -59,7 +59,11 @@ class Coordinator:
     async def call(
         self, slot: int, number: int, wanted: int, done: Sequence[int], faulty: Sequence[int], report: Report
     ) -> tuple[Answer, bool, str | None]:
-        """Take a driver's report, and lease groups to it. See `Coordinating.call`."""
+        """Take a driver's report, and lease groups to it. See `Leases.call`.
+
+        Returns:
+            The answer; whether the run is to stop; and why every prompt is rendered whole, if a driver found that out.
+        """
         self._reports[slot, report["incarnation"]] = report
         self._whole = self._whole or report["whole"]
         answer = self._leases.call(slot, number, 0 if self._stopping else wanted, done, faulty)
@@ -70,13 +74,11 @@ class Coordinator:
         """The counts of groups, the newest reports, and the CPU time of this process. stop: have all drivers stop."""
         self._stopping |= stop
         self._expire()
-        times = os.times()
         return {
             "counts": self._leases.counts,
             "reports": dict(self._reports),
             "expired": self._expired,
-            "cpu": times.user + times.system,
-            "pid": os.getpid(),
+            "cpu": sum(os.times()[:2]),
         }
 
     def _expire(self) -> None:
@@ -86,52 +88,31 @@ class Coordinator:
             self._expired += len(self._leases.expire(now - self._lease_seconds))
 
 
-class RemoteCoordinator(Coordinating):
-    """Calls the coordinator's actor, and again while it is being started again.
+async def ask(actor: Any, silence: float, method: str, *arguments: Any, **named: Any) -> Any:
+    """Call a method of the coordinator's actor, and again while it is being started again.
 
     Args:
         actor: The handle of the actor.
-        patience: Seconds without an answer after which a call fails.
+        silence: Seconds without an answer after which the call fails.
+        method: A method of `Coordinator`.
+        arguments: Its arguments.
+        named: Those with names.
+
+    Raises:
+        EngineError: what the method raised, or there was no answer.
     """
+    import ray.exceptions as lost
 
-    def __init__(self, actor: Any, patience: float) -> None:
-        self._actor = actor
-        self._patience = patience
-
-    async def join(self, slot: int, machine: str, existing: list[str]) -> tuple[str, list[Lease]]:
-        """See `Coordinator.join`."""
-        joined: tuple[str, list[Lease]] = await self._ask("join", slot, machine, existing)
-        return joined
-
-    async def call(
-        self, slot: int, number: int, wanted: int, done: Sequence[int], faulty: Sequence[int], report: Report
-    ) -> tuple[Answer, bool, str | None]:
-        """See `Coordinator.call`."""
-        answer: tuple[Answer, bool, str | None] = await self._ask(
-            "call", slot, number, wanted, list(done), list(faulty), report
-        )
-        return answer
-
-    async def status(self, *, stop: bool = False) -> dict[str, Any]:
-        """See `Coordinator.status`."""
-        status: dict[str, Any] = await self._ask("status", stop=stop)
-        return status
-
-    async def _ask(self, method: str, *args: Any, **named: Any) -> Any:
-        import ray.exceptions as lost
-
-        began = time.monotonic()
-        while True:
-            try:
-                return await getattr(self._actor, method).remote(*args, **named)
-            except lost.RayTaskError as error:
-                raise engine_error(error) from error
-            except (lost.ActorUnavailableError, lost.ActorDiedError, lost.WorkerCrashedError) as error:
-                if time.monotonic() - began > self._patience:
-                    raise StoreError(
-                        f"the coordinator of this run does not answer for {self._patience:g} s: {error}"
-                    ) from error
-                await asyncio.sleep(PAUSE)
+    began = time.monotonic()
+    while True:
+        try:
+            return await getattr(actor, method).remote(*arguments, **named)
+        except lost.RayTaskError as error:
+            raise engine_error(error) from error
+        except (lost.ActorUnavailableError, lost.ActorDiedError, lost.WorkerCrashedError) as error:
+            if time.monotonic() - began > silence:
+                raise StoreError(f"the coordinator of this run does not answer for {silence:g} s: {error}") from error
+            await asyncio.sleep(PAUSE)
 
 
 class Driver:
@@ -140,14 +121,14 @@ class Driver:
     Its constructor takes nothing, so that Ray can start it again after the node of its arguments is lost.
     """
 
-    def run(self, setup: Setup, slot: int, coordinator: Any, patience: float) -> Done:
+    def run(self, setup: Setup, slot: int, coordinator: Any, silence: float) -> Done:
         """Run episodes until no group is left.
 
         Args:
             setup: What every driver is given.
             slot: Its number.
             coordinator: The handle of the coordinator.
-            patience: Seconds without an answer of the coordinator after which the driver stops.
+            silence: Seconds without an answer of the coordinator after which the driver stops.
 
         Raises:
             EngineError: as `run_driver`.
@@ -156,18 +137,12 @@ class Driver:
 
         prepare_process(setup)
         configure_logging(json=True)
-        return asyncio.run(run_driver(setup, slot, RemoteCoordinator(coordinator, patience)))
-
-    def pid(self) -> int:
-        """The process of this actor."""
-        return os.getpid()
+        return asyncio.run(run_driver(setup, slot, partial(ask, coordinator, silence)))
 
 
-def engine_error(error: Any) -> Exception:
+def engine_error(error: Any) -> BaseException:
     """The engine's own exception in an error of a Ray task; the error itself if it is another one."""
     cause = getattr(error, "cause", None)
     if isinstance(cause, EngineError):
         return cause
-    with contextlib.suppress(Exception):
-        return StoreError(f"a driver failed: {type(cause).__name__}: {cause}") if cause is not None else error
-    return Exception(str(error))
+    return error if cause is None else StoreError(f"a driver failed: {type(cause).__name__}: {cause}")

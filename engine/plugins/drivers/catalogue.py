@@ -13,6 +13,7 @@ Invariants:
 from __future__ import annotations
 
 import sqlite3
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from hashlib import sha256
@@ -68,7 +69,6 @@ class Catalogue:
         folder: From `catalogue_folder`.
         header: The run's header.
         place: The run's shards.
-        own: The folders of the stores that may still be written: by their name, that of the run itself and those of its drivers.
 
     Raises:
         StoreError: it cannot be written.
@@ -112,6 +112,9 @@ class Catalogue:
     def refresh(self, own: Sequence[tuple[str, Path]]) -> None:
         """Merge what is new in the parts and in the stores that may still be written.
 
+        Args:
+            own: The stores that may still be written, by name: that of the run itself and those of its drivers.
+
         Raises:
             StoreError: a part or a store cannot be read, is of another run or version, or is missing.
         """
@@ -132,7 +135,8 @@ class Catalogue:
         changed = [source for source in own if marks.get(source[0], (False, None))[1] != _signature(source[1])]
         if not new and not changed:
             return
-        with self._lock, self._writer() as connection:
+        with self._lock, closing(database.connect_writer(self.path)) as connection, reading(self.path):
+            connection.execute("PRAGMA synchronous = OFF")  # it can be made again
             self._merge_parts(connection, new)
             again = False
             for name, folder in changed:
@@ -145,12 +149,6 @@ class Catalogue:
                 self._merge_parts(connection, parts)
                 for name, folder in own:
                     self._merge_store(connection, name, folder)
-
-    @contextmanager
-    def _writer(self) -> Iterator[sqlite3.Connection]:
-        with closing(database.connect_writer(self.path)) as connection, reading(self.path):
-            connection.execute("PRAGMA synchronous = OFF")  # it can be made again
-            yield connection
 
     def _merge_parts(self, connection: sqlite3.Connection, parts: Sequence[Part]) -> None:
         merged = {
@@ -243,8 +241,6 @@ def _commit(connection: sqlite3.Connection) -> Iterator[None]:
 
 def _signature(folder: Path) -> str:
     """Sizes and times of a store's files, and while these are too new to tell a change, nothing that could be equal."""
-    import time
-
     sizes = []
     for name in (database.FILE, f"{database.FILE}-wal"):
         try:

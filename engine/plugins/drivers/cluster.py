@@ -49,14 +49,13 @@ def cluster(drivers: int) -> Iterator[Any]:
     os.environ.setdefault(
         "RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0"
     )  # its hook would start drivers in an environment without the engine
-    known = sys.modules.get("ray")
-    if known is not None and known.is_initialized():
-        yield known
+    connected = sys.modules.get("ray")
+    if connected is not None and connected.is_initialized():
+        yield connected
         return
     terminated = signal.getsignal(signal.SIGTERM)
     with nullcontext() if address else _private_environment():
-        ray = _imported()
-        _connect(ray, address, drivers)
+        ray = _connected(address, drivers)
     if terminated is not None and threading.current_thread() is threading.main_thread():
         signal.signal(
             signal.SIGTERM, terminated
@@ -67,11 +66,11 @@ def cluster(drivers: int) -> Iterator[Any]:
         ray.shutdown()
 
 
-def _imported() -> Any:
-    """The module `ray`.
+def _connected(address: str | None, drivers: int) -> Any:
+    """The module `ray`, connected to the cluster at an address, or to one that is started.
 
     Raises:
-        ClusterError: it is not installed, or is too old.
+        ClusterError: it is not installed, is too old, or cannot be used.
     """
     try:
         import ray
@@ -84,10 +83,6 @@ def _imported() -> Any:
             f"Ray {ray.__version__} runs the code of every client that reaches its ports; pip install 'episode-engine[ray]' "
             f"(Ray {OLDEST[0]}.{OLDEST[1]} or newer), or run one driver (--set rollout.drivers=1)"
         )
-    return ray
-
-
-def _connect(ray: Any, address: str | None, drivers: int) -> None:
     common: dict[str, Any] = {"logging_level": "error", "log_to_driver": False}
     try:
         if address:
@@ -103,6 +98,7 @@ def _connect(ray: Any, address: str | None, drivers: int) -> None:
     except Exception as error:
         where = f"the cluster at {ADDRESS}={address}" if address else "a cluster on this machine"
         raise ClusterError(f"Ray cannot use {where}: {type(error).__name__}: {error}") from error
+    return ray
 
 
 @cache

@@ -67,10 +67,6 @@ class EpisodeDriver:
         self._episodes: dict[str, asyncio.Task[Trajectory | None]] = {}
         self._finished: set[str] = set()
 
-    async def present(self) -> bool:
-        """Answer: the process exists."""
-        return True
-
     async def run(self, setup: Setup, slot: int, machine: str, weights: ServerWeights | None) -> None:
         """Take episodes until `stop`.
 
@@ -249,7 +245,7 @@ class DriverRunner:
                 await self._present()
                 for slot in range(len(self._actors)):
                     works.append(asyncio.create_task(self._drive(slot), name=f"driver-{slot}"))
-                    works[-1].add_done_callback(self._drive_ended)
+                    works[-1].add_done_callback(self._note_failure)
                 watching = asyncio.create_task(self._watch())
                 try:
                     yield
@@ -262,7 +258,7 @@ class DriverRunner:
                     ray.kill(actor)
 
     async def _present(self) -> None:
-        calls = [asyncio.ensure_future(actor.present.remote()) for actor in self._actors]
+        calls = [asyncio.ensure_future(actor.__ray_ready__.remote()) for actor in self._actors]
         try:
             async with asyncio.timeout(START_SECONDS):
                 await asyncio.gather(*calls)
@@ -300,7 +296,7 @@ class DriverRunner:
                 self._fleet.died(slot, error)
                 await asyncio.sleep(PAUSE)
 
-    def _drive_ended(self, work: asyncio.Task[None]) -> None:
+    def _note_failure(self, work: asyncio.Task[None]) -> None:
         if not work.cancelled() and (error := work.exception()) is not None and not self._failed.done():
             self._failed.set_exception(error)
 
@@ -320,8 +316,8 @@ class DriverRunner:
             whole = next((report["whole"] for report in reports.values() if report["whole"] is not None), None)
             if whole is not None:
                 ignorant = [slot for (slot, _), report in reports.items() if report["whole"] is None]
-                told = (self._actors[slot].render_whole.remote(whole) for slot in ignorant)
-                await asyncio.gather(*told, return_exceptions=True)
+                calls = [self._actors[slot].render_whole.remote(whole) for slot in ignorant]
+                await asyncio.gather(*calls, return_exceptions=True)
             self.counters.before = before
             await asyncio.sleep(POLL)
 
@@ -350,7 +346,7 @@ class DriverRunner:
             if home.isdigit() and int(home) in drivers:
                 slot = int(home)
             else:
-                slot = min(drivers, key=lambda each: (self._running[each], self._groups[each], each))
+                slot = min(drivers, key=lambda driver: (self._running[driver], self._groups[driver], driver))
             self._slots[task.id] = slot
             self._groups[slot] += 1
         store, attempt = self._begun.get(episode_id, (str(slot), 0))
@@ -375,13 +371,13 @@ class DriverRunner:
                 if not call.done():
                     self._failed.result()
                 try:
-                    trajectory, found = pickle.loads(call.result())
+                    trajectory, faults = pickle.loads(call.result())
                 except lost.RayTaskError as error:
                     raise engine_error(error) from error
                 except (lost.RayActorError, lost.WorkerCrashedError):
                     await asyncio.sleep(PAUSE)
                     continue
-                self.faults += found
+                self.faults += faults
                 ended: Trajectory | None = trajectory
                 return ended
         except asyncio.CancelledError:

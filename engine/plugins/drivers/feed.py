@@ -42,7 +42,7 @@ class Feed:
         samples: Episodes of a group.
         room: Number of episodes that may run at once.
         finished: Ids of the episodes that are in the driver's store already.
-        publish: Copies groups, by the ids of their tasks, to where other hosts read them.
+        publish: Copies groups, by the ids of their tasks, to where other hosts read them; called in a thread.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Feed:
         *,
         room: int,
         finished: set[str],
-        publish: Callable[[list[str]], Awaitable[None]] | None = None,
+        publish: Callable[[list[str]], object] | None = None,
     ) -> None:
         self._call = call
         self._tasks = tasks
@@ -175,7 +175,7 @@ class Feed:
         if not due and not all_of_them:
             return
         part = self._unpublished[:PUBLISH_GROUPS]
-        await self._publish([task_id for _, task_id in part])
+        await asyncio.to_thread(self._publish, [task_id for _, task_id in part])
         del self._unpublished[: len(part)]
         self._done += [position for position, _ in part]
         self._published = time.monotonic()

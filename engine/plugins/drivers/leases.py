@@ -22,6 +22,7 @@ import json
 import sqlite3
 import string
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -98,7 +99,7 @@ class Leases:
             )
         self._free = [row[0] for row in rows if row[3] == "free"]
         heapq.heapify(self._free)
-        self._epochs: dict[int, int] = {position: epoch for position, _, epoch, _ in rows if epoch}
+        self._epochs = Counter({position: epoch for position, _, epoch, _ in rows if epoch})
         self._held: dict[int, set[int]] = {}
         for position, slot, _, state in rows:
             if state == "leased":
@@ -148,7 +149,7 @@ class Leases:
         self._calls.pop(slot, None)
         self._lost.discard(slot)
         self._seen[slot] = self._clock()
-        return name, [(position, self._epoch(position)) for position in sorted(self._held.get(slot, ()))]
+        return name, [(position, self._epochs[position]) for position in sorted(self._held.get(slot, ()))]
 
     def call(self, slot: int, number: int, wanted: int, done: Sequence[int] = (), faulty: Sequence[int] = ()) -> Answer:
         """Take a driver's report, and lease groups to it.
@@ -164,14 +165,15 @@ class Leases:
             return Answer(word="rejoin")
         self._seen[slot] = self._clock()
         if self._calls.get(slot) == number:
-            return self._repeated(slot)
+            text = self._db.execute("SELECT answer FROM calls WHERE slot = ?", (slot,)).fetchone()[0]
+            return Answer(word=self._word(), leases=tuple((position, epoch) for position, epoch in json.loads(text)))
         held = self._held.setdefault(slot, set())
         done = [position for position in done if position in held]
         faulty = [position for position in faulty if position in held]
         chosen = self._choose(wanted)
         if not done and not faulty and not chosen:
             return Answer(word=self._word())
-        leases = [(position, self._epoch(position)) for position in chosen]
+        leases = [(position, self._epochs[position]) for position in chosen]
         with self._commit() as db:
             db.executemany("UPDATE groups SET state = 'done' WHERE position = ?", [(position,) for position in done])
             db.executemany(
@@ -228,7 +230,7 @@ class Leases:
             self._faulty = db.execute("SELECT count(*) FROM groups WHERE state = 'faulty'").fetchone()[0]
         self._done -= len(again) - (faulty - self._faulty)
         for (position,) in again:
-            self._epochs[position] = self._epoch(position) + 1
+            self._epochs[position] += 1
             heapq.heappush(self._free, position)
 
     def close(self) -> None:
@@ -237,9 +239,6 @@ class Leases:
 
     def _word(self) -> Literal["run", "over"]:
         return "run" if self._left or any(self._held.values()) else "over"
-
-    def _epoch(self, position: int) -> int:
-        return self._epochs.get(position, 0)
 
     def _choose(self, wanted: int) -> list[int]:
         """The next groups: those that were taken from a driver first. Near the end a driver gets only a part of what it has room for."""
@@ -250,10 +249,6 @@ class Leases:
         again = heapq.nsmallest(count, self._free)
         return [*again, *range(self._next, self._next + count - len(again))]
 
-    def _repeated(self, slot: int) -> Answer:
-        text = self._db.execute("SELECT answer FROM calls WHERE slot = ?", (slot,)).fetchone()[0]
-        return Answer(word=self._word(), leases=tuple((position, epoch) for position, epoch in json.loads(text)))
-
     def _take(self, db: sqlite3.Connection, slot: int) -> None:
         """Take all leases of a driver; each is leased again under the next epoch."""
         taken = sorted(self._held.pop(slot, ()))
@@ -262,7 +257,7 @@ class Leases:
             [(position,) for position in taken],
         )
         for position in taken:
-            self._epochs[position] = self._epoch(position) + 1
+            self._epochs[position] += 1
             heapq.heappush(self._free, position)
 
     @contextmanager

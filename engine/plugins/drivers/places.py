@@ -12,7 +12,6 @@ import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from engine.errors import StoreError
 from engine.store.private import private_folder, whole_file
@@ -73,7 +72,7 @@ class Place:
         Raises:
             StoreError: it cannot be listed.
         """
-        with self._told("list", self.name):
+        with self._errors("list", self.name):
             if self.folder is not None:
                 names = [entry.name for entry in self.folder.iterdir()] if self.folder.is_dir() else []
             else:
@@ -89,12 +88,13 @@ class Place:
         Raises:
             StoreError: it cannot be written.
         """
-        with self._told("write", self.path(name)):
+        with self._errors("write", self.path(name)):
             if self.folder is not None:
                 private_folder(self.folder, exist_ok=True)
                 with whole_file(self.folder / name) as draft:
                     shutil.copyfile(file, draft)
-                    _flush(draft)
+                    with draft.open("rb") as copied:
+                        os.fsync(copied.fileno())
             elif self._whole:
                 self._files.put_file(str(file), f"{self._root}/{name}")
             else:
@@ -109,7 +109,7 @@ class Place:
         Raises:
             StoreError: there is none, or it cannot be read.
         """
-        with self._told("read", self.path(name)), whole_file(file) as draft:
+        with self._errors("read", self.path(name)), whole_file(file) as draft:
             if self.folder is not None:
                 shutil.copyfile(self.folder / name, draft)
             else:
@@ -121,7 +121,7 @@ class Place:
         Raises:
             StoreError: one does not exist, or cannot be read.
         """
-        with self._told("read", self.path(names[0]) if len(names) == 1 else f"{len(names)} files of {self.name}"):
+        with self._errors("read", self.path(names[0]) if len(names) == 1 else f"{len(names)} files of {self.name}"):
             if self.folder is not None:
                 return [(self.folder / name).read_bytes() for name in names]
             paths = [f"{self._root}/{name}" for name in names]
@@ -131,7 +131,7 @@ class Place:
             return [contents[path] for path in paths]
 
     @contextmanager
-    def _told(self, what: str, where: str) -> Iterator[None]:
+    def _errors(self, what: str, where: str) -> Iterator[None]:
         """Convert the errors of file systems and their libraries to StoreError with the address."""
         try:
             yield
@@ -140,19 +140,9 @@ class Place:
         except FileNotFoundError as error:
             raise StoreError(f"cannot {what} {where}: it does not exist") from error
         except Exception as error:
-            raise StoreError(f"cannot {what} {where}: {type(error).__name__}: {error}; {self._advice()}") from error
-
-    def _advice(self) -> str:
-        if self.folder is not None:
-            return "is the folder there, and may this user use it?"
-        settings: Any = (
-            "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_ENDPOINT_URL"
-            if self.name.startswith("s3")
-            else "fsspec's settings"
-        )
-        return f"check the URL, the network and the credentials ({settings})"
-
-
-def _flush(file: Path) -> None:
-    with file.open("rb") as opened:
-        os.fsync(opened.fileno())
+            variables = "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_ENDPOINT_URL"
+            settings = variables if self.name.startswith("s3") else "fsspec's settings"
+            advice = f"check the URL, the network and the credentials ({settings})"
+            if self.folder is not None:
+                advice = "is the folder there, and may this user use it?"
+            raise StoreError(f"cannot {what} {where}: {type(error).__name__}: {error}; {advice}") from error

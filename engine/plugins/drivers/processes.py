@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from engine.errors import StoreError
 from engine.plugins.drivers import rules
 from engine.plugins.drivers.session import of_driver
+from engine.plugins.drivers.spec import DriversSpec
 from engine.spec.added import spec_facts
 from engine.store.find import is_divided
 
@@ -71,7 +72,10 @@ class DriverProcesses:
         """
         from engine.plugins.drivers.leases import FILE
 
-        rules.refuse(self._loaded, rules.serving_problems(self._loaded.spec))
+        if DriversSpec.of(self._loaded.spec).shards is not None:
+            message = "a service publishes no shards; its drivers run on its machine"
+            fix = "remove it, or set `rollout.drivers: 1`"
+            rules.refuse(self._loaded, [(message, ("rollout", "shards"), fix)])
         if (store.folder / FILE).exists():
             raise StoreError(f"{store.folder} is a run of several drivers: `engine run --resume` continues it")
 

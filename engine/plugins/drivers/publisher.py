@@ -76,6 +76,8 @@ class Publisher:
         Raises:
             StoreError: it cannot be written; nothing or all of it is visible, and the next call continues.
         """
+        from engine.store.parquet import write_parquet
+
         with tempfile.TemporaryDirectory(prefix="episode-engine-") as draft:
             folder = Path(draft)
             copied = _copy(self._store, folder, tasks, self._done)
@@ -84,7 +86,7 @@ class Publisher:
             part = Part(driver=self._driver, number=self._next)
             copy = RunReader(folder, self._store.header)
             rows = folder / "rows.parquet"
-            _write_rows(copy, rows)
+            write_parquet(_rows(copy), rows, {"run_id": copy.run_id})
             marks = folder / "episodes.parquet"
             _write_summaries(copy, marks, part)
             self._place.put(folder / database.FILE, f"{part.name}.db")
@@ -161,12 +163,6 @@ def _copy(store: RunReader, folder: Path, tasks: Sequence[str], without: set[tup
         connection.execute("DETACH driver")
         connection.execute("PRAGMA journal_mode = DELETE")
     return episodes
-
-
-def _write_rows(store: RunReader, file: Path) -> None:
-    from engine.store.parquet import write_parquet
-
-    write_parquet(_rows(store), file, {"run_id": store.run_id})
 
 
 def _rows(store: RunReader) -> Iterator[Columns]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from engine.errors import SpecError
@@ -97,18 +97,7 @@ def training_problems(spec: EpisodeSpec) -> Iterator[tuple[str, DataPath, str]]:
         )
 
 
-def serving_problems(spec: EpisodeSpec) -> Iterator[tuple[str, DataPath, str]]:
-    """What prevents a service with several drivers, in addition to `problems`."""
-    section = DriversSpec.of(spec)
-    if section.drivers > 1 and section.shards is not None:
-        yield (
-            "a service publishes no shards; its drivers run on its machine",
-            ("rollout", "shards"),
-            "remove it, or set `rollout.drivers: 1`",
-        )
-
-
-def refuse(loaded: LoadedSpec, problems: Iterator[tuple[str, DataPath, str]]) -> None:
+def refuse(loaded: LoadedSpec, problems: Iterable[tuple[str, DataPath, str]]) -> None:
     """Raise what prevents several drivers.
 
     Raises:

@@ -7,6 +7,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ import numpy as np
 import structlog
 
 from engine.errors import EngineError, StoreError
-from engine.plugins.drivers.actors import Coordinator, Driver, RemoteCoordinator, engine_error
+from engine.plugins.drivers.actors import Coordinator, Driver, ask, engine_error
 from engine.plugins.drivers.cluster import cluster, nodes_of
 from engine.plugins.drivers.leases import FILE, Leases
 from engine.plugins.drivers.session import STORES, Done, Report, Setup
@@ -252,7 +253,7 @@ class _Crew:
             )
             .remote(setup.folder, groups, lease_seconds, shared=shared)
         )
-        self.coordinator = RemoteCoordinator(self._actor, lease_seconds)
+        self._status = partial(ask, self._actor, lease_seconds, "status")
         remote = ray.remote(Driver)
         self._drivers = [
             remote.options(
@@ -280,13 +281,13 @@ class _Crew:
             watching.cancel()
             await asyncio.gather(watching, return_exceptions=True)
             with contextlib.suppress(EngineError):
-                self._fleet.take(await self.coordinator.status(stop=True))
+                self._fleet.take(await self._status(stop=True))
             for actor in (*self._drivers, self._actor):
                 self._ray.kill(actor)
-        for each in ended:
-            if isinstance(each, BaseException) and not isinstance(each, asyncio.CancelledError):
-                raise each
-        return [each for each in ended if isinstance(each, Done)]
+        for outcome in ended:
+            if isinstance(outcome, BaseException) and not isinstance(outcome, asyncio.CancelledError):
+                raise outcome
+        return [outcome for outcome in ended if isinstance(outcome, Done)]
 
     async def _drive(self, slot: int) -> Done | None:
         """Run one driver; again each time that its process dies. None: it was lost, and others have run its groups."""
@@ -308,10 +309,10 @@ class _Crew:
         import ray.exceptions as lost
 
         over = asyncio.create_task(self._over.wait(), name="drivers-over")
-        told = False
+        warned = False
         try:
             while True:
-                asked = asyncio.ensure_future(self._drivers[slot].pid.remote())
+                asked = asyncio.ensure_future(self._drivers[slot].__ray_ready__.remote())
                 done, _ = await asyncio.wait({asked, over}, timeout=ABSENT, return_when=asyncio.FIRST_COMPLETED)
                 if asked in done:
                     error = asked.exception()
@@ -321,8 +322,8 @@ class _Crew:
                     asked.cancel()
                 if self._over.is_set():
                     return False
-                if not told and asked not in done:
-                    told = True
+                if not warned and asked not in done:
+                    warned = True
                     log.warning("a driver waits for a free CPU of the cluster; others run its groups", driver=slot)
                 await asyncio.sleep(POLL)
         finally:
@@ -336,7 +337,7 @@ class _Crew:
             failed = any(work.done() and _has_stopped(work) for work in works)
             stopping = failed or self._stop.is_set()
             try:
-                status = await self.coordinator.status(stop=stopping)
+                status = await self._status(stop=stopping)
                 self._fleet.take(status)
                 if not status["counts"].free + status["counts"].leased:
                     self._over.set()

@@ -12,12 +12,9 @@ from rich.console import Console, Group
 from rich.table import Table
 
 from engine.cli.run_report import Panel, duration
-from engine.terminal import echo
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable
-
-    from engine.plugins.drivers.run import Fleet, ManyResult
+    from engine.plugins.drivers.run import Fleet
     from engine.runner.summary import RunResult
     from engine.spec.load import LoadedSpec
     from engine.spec.rows.mix import TaskList
@@ -34,7 +31,7 @@ class DriversPanel(Panel):
     def line(self) -> str:
         """Return the main numbers on one line, and those of each driver."""
         parts = [
-            f"driver {slot}: {report['episodes']} episodes, {_rate(report):.1f} turns/s"
+            f"driver {slot}: {report['episodes']} episodes, {report['turns'] / report['seconds']:.1f} turns/s"
             for slot, report in dict(self._fleet.reports).items()
         ]
         return " · ".join([super().line(), *parts, *self._deaths()])
@@ -45,10 +42,6 @@ class DriversPanel(Panel):
     def _deaths(self) -> list[str]:
         count = self._fleet.deaths.total()
         return [f"{count} drivers died and began again"] if count else []
-
-
-def _rate(report: dict[str, float]) -> float:
-    return report["turns"] / report["seconds"]
 
 
 def drivers_table(fleet: Fleet) -> Table:
@@ -71,7 +64,7 @@ def drivers_table(fleet: Fleet) -> Table:
             report["host"],
             str(report["episodes"]),
             str(sum(report["states"].values())),
-            f"{_rate(report):.1f}",
+            f"{report['turns'] / report['seconds']:.1f}",
             f"{report['tokens'] / report['seconds']:.0f}",
             duration(report["cpu"]),
             str(fleet.deaths[slot]),
@@ -91,7 +84,7 @@ async def drive_many(
 ) -> RunResult:
     """Run a prepared run to its end with several drivers; the arguments are those of `engine.cli.run.drive`."""
     from engine.cli.exits import stop_on_signals
-    from engine.cli.run_report import print_summary
+    from engine.cli.run_report import print_summary, with_progress
     from engine.masking import mask_credentials
     from engine.plugins.drivers.run import Fleet, run_drivers
     from engine.plugins.drivers.spec import DriversSpec
@@ -124,7 +117,7 @@ async def drive_many(
         async with observers.of_errors():
             work = run_drivers(loaded, fitting, kept, store, fleet, stop=stop, keep_going=keep_going, ready=ready)
             with observers.watch(fleet.counters, fleet.summary):
-                ended = await _with_progress(work, fleet, console, quiet=quiet)
+                ended = await with_progress(DriversPanel(fleet), work, console, quiet=quiet)
         await observers.of_result(ended.result)
     report = private_file(store.folder / "backend.json")
     report.write_text(mask_credentials(json.dumps({"drivers": ended.counts}, indent=2, default=str)) + "\n")
@@ -135,21 +128,3 @@ async def drive_many(
     if ended.spent:
         console.print(f"Cost of the run: {ended.spent:.6g}, with users, judges and unfinished episodes")
     return ended.result
-
-
-async def _with_progress(work: Awaitable[ManyResult], fleet: Fleet, console: Console, *, quiet: bool) -> ManyResult:
-    from rich.live import Live as LiveDisplay
-
-    from engine.cli.run_report import ticking
-
-    panel = DriversPanel(fleet)
-    if quiet:
-        return await work
-    if console.is_terminal:
-        with LiveDisplay(panel, console=console, refresh_per_second=4, transient=True):
-            return await work
-    try:
-        with ticking(panel.line, echo):
-            return await work
-    finally:
-        echo(panel.line())

@@ -18,7 +18,7 @@ import structlog
 from engine.errors import EngineError, StoreError
 from engine.plugins.drivers.cluster import TOKEN
 from engine.plugins.drivers.feed import Feed
-from engine.plugins.drivers.leases import Answer, Lease
+from engine.plugins.drivers.leases import Answer
 from engine.plugins.drivers.spec import DriversSpec
 from engine.schemas.base import Contract, Struct
 from engine.schemas.sections import SectionOwner
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from engine.runner.summary import RunResult, RunSummary
     from engine.schemas.episode import EpisodeSpec
     from engine.spec.load import LoadedSpec
-    from engine.spec.rows.mix import TaskList
     from engine.store.header import RunHeader
     from engine.store.store import RunStore
 
@@ -107,18 +106,8 @@ class Done(Struct, frozen=True, kw_only=True):
     """Counts of its backend."""
 
 
-class Coordinating:
-    """What a driver asks of the coordinator. Each call returns when it has got an answer."""
-
-    async def join(self, slot: int, machine: str, existing: list[str]) -> tuple[str, list[Lease]]:
-        """See `Leases.join`."""
-        raise NotImplementedError
-
-    async def call(
-        self, slot: int, number: int, wanted: int, done: Sequence[int], faulty: Sequence[int], report: Report
-    ) -> tuple[Answer, bool, str | None]:
-        """See `Leases.call`; also whether the run is to stop, and why every prompt is rendered whole, if a driver found that out."""
-        raise NotImplementedError
+Ask = Callable[..., Awaitable[Any]]
+"""Calls a method of `Coordinator` by its name; it returns when there is an answer."""
 
 
 def machine_id() -> str:
@@ -179,7 +168,7 @@ def prepare_process(setup: Setup) -> None:
         os.environ.setdefault(name, value)
 
 
-async def run_driver(setup: Setup, slot: int, coordinator: Coordinating) -> Done:
+async def run_driver(setup: Setup, slot: int, ask: Ask) -> Done:
     """Run the groups that the coordinator leases to driver `slot`, until none is left or the run is to stop.
 
     A driver whose leases were taken, because it was silent for too long, begins again with other ones.
@@ -188,7 +177,7 @@ async def run_driver(setup: Setup, slot: int, coordinator: Coordinating) -> Done
         EngineError: the backend cannot be used, or a store cannot be written.
     """
     while True:
-        done = await _session(setup, slot, coordinator)
+        done = await _session(setup, slot, ask)
         if done is not None:
             return done
         log.warning(
@@ -196,17 +185,22 @@ async def run_driver(setup: Setup, slot: int, coordinator: Coordinating) -> Done
         )
 
 
-async def _session(setup: Setup, slot: int, coordinator: Coordinating) -> Done | None:
+async def _session(setup: Setup, slot: int, ask: Ask) -> Done | None:
+    import numpy as np
+
     from engine.backends.registry import open_backend
     from engine.runner.runner import Runner
+    from engine.spec.tasks import load_tasks
     from engine.tokens.loading import load_format
 
     loaded = of_driver(setup.loaded, setup.drivers, slot)
-    tasks = _tasks_of(setup, loaded)
+    tasks = load_tasks(loaded)
+    if setup.kept is not None:
+        tasks = tasks.chosen(np.asarray(setup.kept))
     rollout = loaded.spec.rollout
     stores = Path(setup.folder) / STORES
     existing = [store.name for store in stores.iterdir() if (store / "run.db").is_file()] if stores.is_dir() else []
-    name, leases = await coordinator.join(slot, machine_id(), existing)
+    name, leases = await ask("join", slot, machine_id(), existing)
     store = open_driver_store(stores, name, setup.header, existing=name in existing)
     stop = asyncio.Event()
     try:
@@ -219,20 +213,26 @@ async def _session(setup: Setup, slot: int, coordinator: Coordinating) -> Done |
 
         async def call(number: int, wanted: int, done: Sequence[int], faulty: Sequence[int]) -> Answer:
             report = report_of(runner, name, incarnation)
-            answer, stopping, whole = await coordinator.call(slot, number, wanted, done, faulty, report)
+            answer, stopping, whole = await ask("call", slot, number, wanted, list(done), list(faulty), report)
             if whole is not None and runner.guard is not None:
                 runner.guard.render_whole(whole)
             if stopping or answer.word == "rejoin":
                 stop.set()
-            return answer
+            given: Answer = answer
+            return given
 
+        publish = None
+        if setup.shards is not None:
+            from engine.plugins.drivers.publisher import Publisher
+
+            publish = Publisher(store.folder, setup.shards, driver=name).publish
         feed = Feed(
             call,
             tasks,
             rollout.samples_per_task,
             room=rollout.live_episodes or 1,
             finished=store.finished(),
-            publish=_publisher(setup, store, name),
+            publish=publish,
         )
         feed.add(leases)
         try:
@@ -252,16 +252,6 @@ async def _session(setup: Setup, slot: int, coordinator: Coordinating) -> Done |
         )
     finally:
         store.close()
-
-
-def _tasks_of(setup: Setup, loaded: LoadedSpec) -> TaskList:
-    """The tasks of the run."""
-    import numpy as np
-
-    from engine.spec.tasks import load_tasks
-
-    tasks = load_tasks(loaded)
-    return tasks if setup.kept is None else tasks.chosen(np.asarray(setup.kept))
 
 
 async def _run_leased(runner: Runner, feed: Feed, stop: asyncio.Event) -> RunResult:
@@ -296,19 +286,6 @@ def open_driver_store(stores: Path, name: str, header: RunHeader, *, existing: b
     return RunStore.create(stores, header, name=name)
 
 
-def _publisher(setup: Setup, store: RunStore, name: str) -> Callable[[list[str]], Awaitable[None]] | None:
-    if setup.shards is None:
-        return None
-    from engine.plugins.drivers.publisher import Publisher
-
-    publisher = Publisher(store.folder, setup.shards, driver=name)
-
-    async def publish(task_ids: list[str]) -> None:
-        await asyncio.to_thread(publisher.publish, task_ids)
-
-    return publish
-
-
 def report_of(runner: Runner, store: str, incarnation: str) -> Report:
     """What a driver says of itself: its counts since it began, and the sums of its store."""
     live: RunCounters = runner.counters
@@ -330,11 +307,6 @@ def report_of(runner: Runner, store: str, incarnation: str) -> Report:
         "episodes": summary.episodes,
         "reward": summary.reward,
         "unchecked": summary.unchecked_prompts,
-        "cpu": _cpu_seconds(),
+        "cpu": sum(os.times()[:2]),
         "whole": None if runner.guard is None else runner.guard.reason,
     }
-
-
-def _cpu_seconds() -> float:
-    times = os.times()
-    return times.user + times.system

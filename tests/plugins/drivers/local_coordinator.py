@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from engine.plugins.drivers.leases import Answer, Lease, Leases
-from engine.plugins.drivers.session import Coordinating, Report
+from engine.plugins.drivers.session import Report
 
 
-class Here(Coordinating):
+class Here:
     """The coordinator, without a process of its own."""
 
     def __init__(self, leases: Leases, stop_at: int | None = None, whole: str | None = None) -> None:
@@ -16,6 +17,9 @@ class Here(Coordinating):
         self.stop_at = stop_at
         self.whole = whole
         self.reports: dict[int, Report] = {}
+
+    async def __call__(self, method: str, *arguments: Any) -> Any:
+        return await getattr(self, method)(*arguments)
 
     async def join(self, slot: int, machine: str, existing: list[str]) -> tuple[str, list[Lease]]:
         return self.leases.join(slot, machine, existing)

@@ -175,7 +175,7 @@ async def test_a_feed_reports_a_group_after_its_rows_are_published(tmp_path: Pat
         told.append(("call", (list(done), list(faulty))))
         return Answer(word="run", leases=((0, 2), (1, 0))) if number == 1 else Answer(word="over" if done else "run")
 
-    async def publish(task_ids: list[str]) -> None:
+    def publish(task_ids: list[str]) -> None:
         told.append(("publish", task_ids))
 
     feed = Feed(call, tasks, 1, room=2, finished={"b/0"}, publish=publish)
