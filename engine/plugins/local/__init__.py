@@ -2,11 +2,12 @@
 
 spec.py      the section `backend`
 backend.py   the backend: requests, weights, statistics
-worker.py    the thread that generates; requests.py: what it is asked for
-rows.py      the sequences of a batch; kv.py: their keys and values
+worker.py    the thread that generates
+rows.py      the sequences of a batch
+kv.py        their keys and values, and attention over them; passes of a fixed shape
 sampler.py   logits to tokens, as the sampling parameters say
-load.py      the model; tiles.py: its forward passes in deterministic pieces
-vision.py, images.py: images of a prompt
+load.py      the model
+vision.py    models with images
 sync.py      new weights of a training
 """
 
@@ -16,5 +17,5 @@ PLUGIN = Plugin(
     name="local",
     about="Models of transformers in this process as the backend of a policy",
     backends={"local": "engine.plugins.local.spec:LocalBackendSpec"},
-    weight_syncs={"local": "engine.plugins.local.sync:open_local_sync"},
+    weight_syncs={"local": "engine.plugins.local.sync:LocalSync"},
 )

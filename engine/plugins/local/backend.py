@@ -9,14 +9,14 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.backends.backend import Backend
 from engine.backends.registry import refuse_parameters
 from engine.backends.stops import StopStrings
-from engine.errors import BackendError
-from engine.plugins.local.requests import tokens_to_sample
+from engine.errors import BackendError, ContextOverflow
 from engine.plugins.local.spec import LocalBackendSpec
 from engine.schemas.generation import GenerateRequest, Generation
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from engine.plugins.local.images import PromptImages
+    from engine.plugins.local.kv import PromptImages
     from engine.plugins.local.load import PackedModel
     from engine.plugins.local.rows import RowTable
     from engine.plugins.local.worker import Worker
@@ -113,7 +113,8 @@ class LocalBackend(Backend):
         if self._worker is not None:
             return
         folder = await asyncio.to_thread(self._folder)
-        _let_idle_threads_sleep()
+        if "torch" not in sys.modules:  # idle threads of OpenMP that wait busily would take the event loop's core
+            os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         from engine.plugins.local.worker import Worker
 
         loop = asyncio.get_running_loop()
@@ -125,8 +126,8 @@ class LocalBackend(Backend):
         except asyncio.CancelledError:
             worker.end()
             raise
-        own = worker.packed.context
-        self.context = min((value for value in (self.context, own) if value), default=None)
+        contexts = (self.context, worker.packed.context)
+        self.context = min((value for value in contexts if value), default=None)
         self._vocab = min(self._vocab or worker.packed.vocab, worker.packed.vocab)
         self._device = worker.packed.device
         self._worker = worker
@@ -218,15 +219,11 @@ class LocalBackend(Backend):
 
     def release(self, episode_id: str) -> None:
         """Free what is cached for an episode that has ended."""
-        from engine.plugins.local.worker import Command
-
         if self._worker is None:
             return
-        table, loop = self._worker.table, asyncio.get_running_loop()
-        try:
-            self._worker.submit(Command(lambda: table.release(episode_id), loop.create_future(), loop))
-        except BackendError:
-            return  # the backend is closed, so nothing is cached
+        table = self._worker.table
+        with suppress(BackendError):  # the backend is closed, so nothing is cached
+            self._worker.call(lambda: table.release(episode_id))
 
     async def update_weights(self, weights: Mapping[str, torch.Tensor] | Path, version: int) -> None:
         """Sample with new weights from the next token on.
@@ -243,21 +240,17 @@ class LocalBackend(Backend):
         Raises:
             BackendError: Names or shapes differ from the model's. The old weights then stay.
         """
-        from engine.plugins.local.load import read_weights
-        from engine.plugins.local.worker import Command
+        from engine.plugins.local.load import copy_weights, read_weights
 
         worker = self._started()
         state = await asyncio.to_thread(read_weights, weights) if isinstance(weights, Path) else dict(weights)
 
         def swap() -> None:
-            worker.packed.load_weights(state)
+            copy_weights(worker.packed.model, state)
             worker.table.clear()
             worker.version = version
 
-        loop = asyncio.get_running_loop()
-        command = Command(swap, loop.create_future(), loop)
-        worker.submit(command)
-        await command.future
+        await worker.call(swap)
 
     async def close(self) -> None:
         """End the thread and free the model. Requests in flight raise `BackendError`."""
@@ -293,7 +286,39 @@ class LocalBackend(Backend):
         }
 
 
-def _let_idle_threads_sleep() -> None:
-    """Make OpenMP's idle threads sleep: busy waiting would take the event loop's core. No effect after torch is imported."""
-    if "torch" not in sys.modules:
-        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+def tokens_to_sample(request: GenerateRequest, *, rows: int, context: int | None) -> int:
+    """Check a request. Returns the maximum number of tokens to sample.
+
+    Args:
+        request: The request.
+        rows: Number of rows of the embedding; token ids are below it.
+        context: Maximum length of a sequence in tokens.
+
+    Raises:
+        ContextOverflow: Not one token fits after the prompt.
+        BackendError: Kind `bad_request` or `unsupported_parameter`.
+    """
+    if request.adapter is not None:
+        raise BackendError(
+            "the local backend does not support adapters: merge the adapter into the model",
+            kind="unsupported_parameter",
+        )
+    ids = request.input_ids
+    if not len(ids):
+        raise BackendError("the prompt is empty: send at least one token", kind="bad_request")
+    if int(ids.min()) < 0 or int(ids.max()) >= rows:
+        raise BackendError(f"the prompt has ids outside the model's vocabulary [0, {rows})", kind="bad_request")
+    for name, wrong in (
+        ("logit_bias", [int(token) for token in request.sampling.logit_bias or {}]),
+        ("banned_token_ids", request.banned_token_ids),
+    ):
+        if bad := [token for token in wrong if not 0 <= token < rows]:
+            raise BackendError(
+                f"`{name}` has id {bad[0]}, outside the model's vocabulary [0, {rows})", kind="bad_request"
+            )
+    most = min(request.max_new_tokens, request.sampling.max_new_tokens or request.max_new_tokens)
+    if context is None:
+        return most
+    if len(ids) + 1 > context:
+        raise ContextOverflow(f"the prompt has {len(ids)} tokens, and the model's context is {context} tokens")
+    return min(most, context - len(ids))

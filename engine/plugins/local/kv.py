@@ -6,30 +6,65 @@ copying the others.
 
 Invariant: values beyond a row's length are finite (zeros, or an older sequence), so that masked attention over
 them is exact.
+
+With `deterministic`, passes have one fixed shape, so that a token's logits are bit-identical in every batch. The order of additions in a
+matrix product may depend on its number of rows, and in masked attention on its length. The differences are 1e-6 in float32, and once
+in many thousand tokens they change a sampled id. So every pass then has exactly `TILE` tokens, padded with tokens of a row that is
+never read, and attention is computed for each token separately, over exactly its own sequence. A token's logits could then depend
+only on its place in the tile; that they do not is checked when the model is loaded (`PackedModel._check_repeatable`).
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers.cache_utils import Cache
 
 from engine.errors import BackendError
-from engine.plugins.local.images import PromptImages
-from engine.plugins.local.tiles import Tile
 from engine.schemas.base import Struct
 
 ATTENTION = "episode_engine_rows"
 """Name of this attention in transformers' registry."""
 GROWTH = 256
 """Minimum number of positions by which the cache grows."""
+TILE = 16
+"""Number of tokens in a pass. A larger value makes small batches slower, a smaller value makes large batches slower."""
 ALIGN = 16
 """Attention reads a multiple of this many positions, because masked kernels need aligned rows."""
+
+
+@dataclass(slots=True, eq=False)
+class PromptImages:
+    """The images of one prompt, in order."""
+
+    ids: np.ndarray
+    """The prompt, int32 [tokens]."""
+    marked: np.ndarray
+    """The prompt with a negative number in place of each placeholder, one number for each different image, int32 [tokens]. Prompts
+    with equal beginnings here show equal images there."""
+    digests: list[str]
+    spans: list[tuple[int, int]]
+    """The tokens [start, end) of each image."""
+    positions: torch.Tensor | None = None
+    """Position ids of the prompt, int64 [axes, tokens]; computed by the model at the first pass."""
+
+    def whole(self, length: int) -> int:
+        """The largest part of the first `length` tokens that ends in no image."""
+        return next((start for start, end in self.spans if start < length < end), length)
+
+    def end(self, start: int) -> int:
+        """The end of the image that begins at token `start`; `start` if there is none."""
+        return next((end for begin, end in self.spans if begin == start), start)
+
+    def within(self, start: int, end: int) -> list[str]:
+        """The images that begin at the tokens [start, end)."""
+        return [digest for digest, (begin, _) in zip(self.digests, self.spans, strict=True) if start <= begin < end]
 
 
 class Chunk(Struct, frozen=True, kw_only=True):
@@ -218,6 +253,57 @@ class Plan:
                 mask &= at > own - window
             part.masks[window] = _additive(mask, dtype)
         return part.masks[window]
+
+
+class Tile:
+    """Layout of one pass: `TILE` tokens, each with its row and position."""
+
+    def __init__(self, tokens: Sequence[tuple[int, int, int]], spare: int, device: torch.device) -> None:
+        """
+        Args:
+            tokens: (id, row, position) of each token. Tokens of a row are in order; its earlier ones are in the cache or here.
+            spare: The row of the padding tokens.
+            device: The device of the model.
+        """
+        filled = [*tokens, *((0, spare, place) for place in range(TILE - len(tokens)))]
+        ids, rows, positions = zip(*filled, strict=True)
+        self.count = len(tokens)
+        self.ids = torch.tensor(ids, device=device)
+        self.rows = torch.tensor(rows, device=device)
+        self.positions = torch.tensor(positions, device=device)
+        self._places = list(zip(rows, positions, strict=True))
+
+    def attend(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float | None, window: int | None
+    ) -> torch.Tensor:
+        """Compute each token's attention over its own sequence.
+
+        Args:
+            query: [kv_heads, queries of one key head, TILE, width].
+            keys: The layer's keys, [rows, kv_heads, capacity, width], with those of the tile.
+            values: The layer's values, likewise.
+            scaling: Factor of the scores; 1 / sqrt(width) when None.
+            window: Number of positions that a token attends to, itself included. None: all.
+
+        Returns:
+            [TILE, kv_heads, queries of one key head, value width]; zeros for padding.
+        """
+        out = query.new_zeros((TILE, *query.shape[:2], values.shape[-1]))
+        for place, (row, position) in enumerate(self._places[: self.count]):
+            seen = slice(0 if window is None else max(0, position + 1 - window), position + 1)
+            out[place] = scaled_dot_product_attention(
+                query[None, :, :, place].contiguous(),
+                keys[row, None, :, seen].contiguous(),
+                values[row, None, :, seen].contiguous(),
+                scale=scaling,
+            )[0]
+        return out
+
+
+def tiles(tokens: Sequence[tuple[int, int, int]], spare: int, device: torch.device) -> Iterator[Tile]:
+    """Split the tokens of a pass into tiles, in order."""
+    for start in range(0, len(tokens), TILE):
+        yield Tile(tokens[start : start + TILE], spare, device)
 
 
 def _additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -12,8 +12,7 @@ import torch
 
 from engine.backends.routers import is_routing, routers_of
 from engine.errors import BackendError
-from engine.plugins.local.kv import ATTENTION, Chunk, KVRows, Plan, RowsCache, attend
-from engine.plugins.local.tiles import TILE, tiles
+from engine.plugins.local.kv import ATTENTION, TILE, Chunk, KVRows, Plan, RowsCache, attend, tiles
 from engine.tokens.catalogue import no_bars
 from engine.tokens.experts import ExpertLayout, expert_layout
 
@@ -68,7 +67,7 @@ class PackedModel:
             device: The device of the model.
             dtype: The data type of its weights.
             rows: Maximum number of sequences in one pass.
-            repeatable: A token's logits are bit-identical in every batch; see tiles.py.
+            repeatable: A token's logits are bit-identical in every batch; see kv.py.
             experts: Keep the experts of each token beside its cached values.
 
         Raises:
@@ -292,16 +291,6 @@ class PackedModel:
             found.append(self.forward(chunks, list(range(len(rows)))).log_softmax(-1))
         return torch.stack(found[1:], dim=1)
 
-    def load_weights(self, state: dict[str, torch.Tensor]) -> None:
-        """Replace all weights, or none if they do not fit.
-
-        A weight has the shape of the parameter that it replaces.
-
-        Raises:
-            BackendError: Names or shapes differ from the model's.
-        """
-        copy_weights(self.model, state)
-
 
 def copy_weights(model: Any, state: dict[str, torch.Tensor]) -> None:
     """Replace all weights of a model, or none if they do not fit.
@@ -311,11 +300,11 @@ def copy_weights(model: Any, state: dict[str, torch.Tensor]) -> None:
     Raises:
         BackendError: Names or shapes differ from the model's.
     """
-    own = model.state_dict()
-    strange = [name for name in state if name not in own]
-    shapes = [name for name in state if name in own and own[name].shape != state[name].shape]
-    given = {own[name].data_ptr() for name in state if name in own}
-    missing = [name for name, value in own.items() if name not in state and value.data_ptr() not in given]
+    parameters = model.state_dict()
+    strange = [name for name in state if name not in parameters]
+    shapes = [name for name in state if name in parameters and parameters[name].shape != state[name].shape]
+    replaced = {parameters[name].data_ptr() for name in state if name in parameters}
+    missing = [name for name, value in parameters.items() if name not in state and value.data_ptr() not in replaced]
     for problem, names in (("unknown", strange), ("of another shape", shapes), ("missing", missing)):
         if names:
             raise BackendError(
@@ -324,7 +313,7 @@ def copy_weights(model: Any, state: dict[str, torch.Tensor]) -> None:
             )
     with torch.no_grad():
         for name, value in state.items():
-            own[name].copy_(value)
+            parameters[name].copy_(value)
 
 
 def read_weights(folder: Path) -> dict[str, torch.Tensor]:

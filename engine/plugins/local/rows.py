@@ -18,8 +18,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from engine.backends.stops import StopStrings
-from engine.plugins.local.images import PromptImages
-from engine.plugins.local.kv import KVRows, Stash
+from engine.plugins.local.kv import KVRows, PromptImages, Stash
 from engine.plugins.local.sampler import SamplingState
 from engine.schemas.generation import GenerateRequest, Generation, VersionSpan
 
@@ -153,7 +152,8 @@ class RowTable:
         self._store = store
         self._stashes: OrderedDict[int, _Stashed] = OrderedDict()
         self._stash_bytes = stash_bytes
-        self._held = 0
+        self.stashed_bytes = 0
+        """Memory of all stashes."""
         self._tick = 0
         self._over: set[str] = set()
         self._reuse = reuse
@@ -162,11 +162,6 @@ class RowTable:
     def running(self) -> list[Row]:
         """Rows in which replies are being sampled, by index."""
         return [row for row in self.rows if row.running]
-
-    @property
-    def stashed_bytes(self) -> int:
-        """Memory of all stashes, in bytes."""
-        return self._held
 
     def admit(self, pending: PendingReply) -> Row | None:
         """Assign a row to a request. None if it must wait: no row is free, or another row is computing its prefix."""
@@ -182,7 +177,9 @@ class RowTable:
             return self._begin(own, pending, kept)
         source, kept = self._best_row(prompt, usable)
         key, stashed = self._best_stash(prompt, usable)
-        if self._prefix_in_progress(prompt) - max(kept, stashed) >= MIN_TOKENS_TO_WAIT:
+        computing = (row for row in self.rows if row.running and row.cached < row.prompt)
+        in_progress = max((common_prefix(row.known, prompt) for row in computing), default=0)
+        if in_progress - max(kept, stashed) >= MIN_TOKENS_TO_WAIT:
             return None
         self._store.reserve(len(prompt))
         if stashed > kept and key is not None:
@@ -227,7 +224,7 @@ class RowTable:
     def clear(self) -> None:
         """Drop everything cached (new weights, or a failed pass). Running rows compute their tokens again."""
         self._stashes.clear()
-        self._held = 0
+        self.stashed_bytes = 0
         for row in self.rows:
             row.cached = 0
             if not row.running:
@@ -260,11 +257,6 @@ class RowTable:
                 best, kept = key, shared
         return best, min(kept, usable)
 
-    def _prefix_in_progress(self, prompt: np.ndarray) -> int:
-        """Length of the longest prefix of the prompt that a row is computing."""
-        computing = (row for row in self.rows if row.running and row.cached < row.prompt)
-        return max((common_prefix(row.known, prompt) for row in computing), default=0)
-
     def _reusable_row(self, free: list[Row], source: Row | None) -> Row:
         """Choose a row to overwrite: an empty one, else one of an ended episode, else the least recently used one.
 
@@ -281,11 +273,11 @@ class RowTable:
             return
         self.counts["stashed"] += 1
         self._stashes[self._next_tick()] = _Stashed(row.known[: row.cached].copy(), stash, row.episode)
-        self._held += stash.bytes
-        while self._held > self._stash_bytes:
+        self.stashed_bytes += stash.bytes
+        while self.stashed_bytes > self._stash_bytes:
             self._drop(next(iter(self._stashes)))
             self.counts["evicted"] += 1
 
     def _drop(self, key: int) -> None:
         if (held := self._stashes.pop(key, None)) is not None:
-            self._held -= held.stash.bytes
+            self.stashed_bytes -= held.stash.bytes

@@ -7,7 +7,7 @@ import time
 from typing import TYPE_CHECKING
 
 from engine.errors import BackendError, TrainError
-from engine.train.sync import Pushed, WeightSync, tensor_bytes
+from engine.train.sync import Pushed, tensor_bytes
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -17,15 +17,11 @@ if TYPE_CHECKING:
     from engine.train.policy import Policy
 
 
-def open_local_sync(spec: EpisodeSpec, backend: LocalBackend, folder: Path, *, lora: bool) -> WeightSync:
-    """See `open_sync`."""
-    return LocalSync(backend)
-
-
 class LocalSync:
     """Copies weights into the model of the local backend between two of its steps, in the precision of that model."""
 
-    def __init__(self, backend: LocalBackend) -> None:
+    def __init__(self, spec: EpisodeSpec, backend: LocalBackend, folder: Path, *, lora: bool) -> None:
+        """See `open_sync`."""
         self._backend = backend
 
     async def push(self, policy: Policy, version: int) -> Pushed:

@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine.plugins.local.images import PromptImages
-from engine.plugins.local.kv import ATTENTION, Chunk, Plan
+from engine.plugins.local.kv import ATTENTION, Chunk, Plan, PromptImages
 from engine.plugins.local.load import PackedModel
 from engine.tokens.catalogue import no_bars
 from engine.tokens.vision import Vision
@@ -97,10 +96,16 @@ class VisionModel(PackedModel):
             for digest in chunk.images.within(chunk.past, chunk.past + len(chunk.ids))
         ]
         self.images_computed += len(digests)
+        # in the order of their placeholders; the shapes are those of `VisionFamily.stack`
+        tensors = {name: torch.from_numpy(array) for name, array in self.vision.tensors([digests]).items()}
+        images = {
+            name: tensor.to(self.device, self.dtype if tensor.is_floating_point() else None)
+            for name, tensor in tensors.items()
+        }
         return {
             "input_ids": ids.masked_fill_(ids < 0, self.vision.placeholder_id)[None].to(self.device),
             "position_ids": (positions if self._axes == 1 else positions[:, None]).to(self.device),
-            **self._tensors(digests),
+            **images,
         }
 
     def _chunk_positions(self, chunk: Chunk) -> torch.Tensor:
@@ -137,14 +142,6 @@ class VisionModel(PackedModel):
                 )
                 images.positions = found[0][:, 0]
         return images.positions
-
-    def _tensors(self, digests: list[str]) -> dict[str, torch.Tensor]:
-        """The images of a pass, in the order of their placeholders; the shapes are those of `VisionFamily.stack`."""
-        found = {name: torch.from_numpy(array) for name, array in self.vision.tensors([digests]).items()}
-        return {
-            name: tensor.to(self.device, self.dtype if tensor.is_floating_point() else None)
-            for name, tensor in found.items()
-        }
 
     def _forward_repeatable(self, chunks: Sequence[Chunk], wanted: Sequence[int]) -> torch.Tensor:
         """Compute `forward` with one pass for each chunk, so that a token's bits do not depend on the other chunks."""

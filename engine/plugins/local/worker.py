@@ -87,6 +87,13 @@ class Worker:
             self._inbox.append(item)
             self._wake.notify()
 
+    def call(self, run: Callable[[], Any]) -> asyncio.Future[Any]:
+        """Call a function in the thread, before the next step. Raises: BackendError: The backend is closed."""
+        loop = asyncio.get_running_loop()
+        command = Command(run, loop.create_future(), loop)
+        self.submit(command)
+        return command.future
+
     def wake(self) -> None:
         """Wake the thread, so that it removes a cancelled request even if nothing runs."""
         with self._wake:
@@ -159,9 +166,11 @@ class Worker:
         if not chunks:
             return
         began = time.perf_counter()
-        wanted = [place for place, (chunk, row) in enumerate(zip(chunks, rows, strict=True)) if _completes(chunk, row)]
+        pairs = list(zip(chunks, rows, strict=True))
+        # the logits of a row's newest token give the next token
+        wanted = [place for place, (chunk, row) in enumerate(pairs) if chunk.past + len(chunk.ids) == row.length]
         logits = self.packed.forward(chunks, wanted)
-        for chunk, row in zip(chunks, rows, strict=True):
+        for chunk, row in pairs:
             row.cached = chunk.past + len(chunk.ids)
         computed = time.perf_counter()
         self._sample(logits, [rows[place] for place in wanted])
@@ -297,20 +306,15 @@ class Worker:
     def _flush(self) -> None:
         """Deliver the step's results, with one call per event loop."""
         answers, self._answers = self._answers, {}
-        for loop, given in answers.items():
+        for loop, of_loop in answers.items():
             with suppress(RuntimeError):  # the loop is closed, so no caller waits
-                loop.call_soon_threadsafe(_resolve, given)
+                loop.call_soon_threadsafe(_resolve, of_loop)
 
 
 def _chunk(row: Row, count: int) -> Chunk:
     """The next `count` tokens of a row."""
     images = row.pending.images if row.pending is not None else None
     return Chunk(row=row.index, ids=row.ids[row.cached : row.cached + count].tolist(), past=row.cached, images=images)
-
-
-def _completes(chunk: Chunk, row: Row) -> bool:
-    """Whether the chunk holds the row's newest token. Its logits give the next token."""
-    return chunk.past + len(chunk.ids) == row.length
 
 
 def _resolve(answers: list[Answer]) -> None:

@@ -20,7 +20,7 @@ from vision_code import FIRST, SECOND, THIRD
 
 from engine.errors import BackendError
 from engine.plugins.local.backend import LocalBackend
-from engine.plugins.local.images import PromptImages
+from engine.plugins.local.kv import PromptImages
 from engine.plugins.local.spec import LocalBackendSpec
 from engine.plugins.local.vision import place_images
 from engine.schemas.generation import GenerateRequest, Generation, SamplingParams

@@ -12,9 +12,9 @@ from generate_requests import generate_request
 
 from engine.errors import BackendError
 from engine.plugins.local.backend import LocalBackend
+from engine.plugins.local.kv import Tile
 from engine.plugins.local.load import PackedModel
 from engine.plugins.local.spec import LocalBackendSpec
-from engine.plugins.local.tiles import Tile
 from engine.schemas.generation import GenerateRequest, Generation, SamplingParams
 
 EPISODES = 9

@@ -6,7 +6,6 @@ mode, and switches back.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +18,6 @@ from engine.plugins.local.kv import ATTENTION
 from engine.plugins.local.load import PackedModel, stash_budget
 from engine.plugins.local.rows import RowTable
 from engine.plugins.local.vision import VisionModel
-from engine.plugins.local.worker import Command
 
 if TYPE_CHECKING:
     from engine.plugins.local.spec import LocalBackendSpec
@@ -112,7 +110,4 @@ class SharedBackend(LocalBackend):
             worker.table.clear()
             worker.version = version
 
-        loop = asyncio.get_running_loop()
-        command = Command(forget, loop.create_future(), loop)
-        worker.submit(command)
-        await command.future
+        await worker.call(forget)
