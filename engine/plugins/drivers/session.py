@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from engine.runner.summary import RunResult, RunSummary
     from engine.schemas.episode import EpisodeSpec
     from engine.spec.load import LoadedSpec
+    from engine.spec.rows.mix import TaskList
     from engine.store.header import RunHeader
     from engine.store.store import RunStore
 
@@ -221,14 +222,8 @@ async def _session(setup: Setup, slot: int, ask: Ask) -> Done | None:
             from engine.plugins.drivers.publisher import Publisher
 
             publish = Publisher(store.folder, setup.shards, driver=name).publish
-        feed = Feed(
-            call,
-            tasks,
-            rollout.samples_per_task,
-            room=rollout.live_episodes or 1,
-            finished=store.finished(),
-            publish=publish,
-        )
+        room = rollout.live_episodes or 1
+        feed = Feed(call, tasks, rollout.samples_per_task, room=room, finished=store.finished(), publish=publish)
         feed.add(leases)
         try:
             await backend.start()
