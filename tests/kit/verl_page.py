@@ -1,4 +1,4 @@
-"""The example of docs/from-verl.md up to its advantages: run by a Python that has verl, in the folder of the example's files."""
+"""The example of docs/from-trainers.md up to its advantages: run by a Python that has verl, in the folder of the example's files."""
 
 from __future__ import annotations
 

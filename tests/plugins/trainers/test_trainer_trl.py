@@ -514,9 +514,9 @@ def test_images_of_later_turns_reach_the_loss(make: Any, tmp_path: Path, tmp_pat
 @pytest.mark.slow
 @pytest.mark.trainers
 def test_the_example_of_the_page_runs(tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The spec and the script of docs/from-trl.md, with a tiny model and one step."""
+    """The spec and the script of docs/from-trainers.md, with a tiny model and one step."""
     pytest.importorskip("trl")
-    page = (Path(__file__).parents[3] / "docs" / "from-trl.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "from-trainers.md").read_text().split("\n## From TRL\n")[1]
     spec = yaml.safe_load(page.split("```yaml\n")[1].split("```")[0])
     spec["model"]["path"] = str(tiny_model_dir)
     spec["train"] |= {"steps": 1, "device": "cpu"}

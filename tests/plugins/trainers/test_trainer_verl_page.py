@@ -26,7 +26,7 @@ from engine.store import RunStore
 from engine.store.rows.export import export_rows
 
 ROOT = Path(__file__).parents[3]
-PAGE = (ROOT / "docs" / "from-verl.md").read_text()
+PAGE = re.split(r"^## From (?:verl|slime)$", (ROOT / "docs" / "from-trainers.md").read_text(), flags=re.M)[1]
 
 
 def blocks(language: str) -> list[str]:

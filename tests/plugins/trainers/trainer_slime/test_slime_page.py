@@ -26,7 +26,7 @@ from engine.plugins.trainers.slime.settings import refuse_arguments
 from engine.spec.load import load_spec
 
 ROOT = Path(__file__).parents[4]
-PAGE = (ROOT / "docs" / "from-slime.md").read_text()
+PAGE = (ROOT / "docs" / "from-trainers.md").read_text().split("\n## From slime\n")[1]
 BATCH = {"rollout_batch_size": 2, "global_batch_size": 16}
 
 
