@@ -233,7 +233,7 @@ def _in_engine(file: str) -> str:
 
 GUARD_HOOK = """
 import os, sys
-if "engine.processes.worker" in sys.orig_argv:
+if any("engine.processes.worker" in word for word in sys.orig_argv):
     counts = [0, 0]
     def profile(frame, event, arg):
         if event == "call":

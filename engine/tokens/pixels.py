@@ -1,21 +1,16 @@
-"""Scaling of images to uint8 pixels, with Pillow alone: in this process, or as a worker process that imports nothing else.
+"""Scaling of images to uint8 pixels, with Pillow alone: in this process, or in a worker process (`scale`), which imports nothing else.
 
 Invariant: the pixels are those that the image processors of transformers scale an image to (`convert_to_rgb`, `resize`), before they
 rescale and normalise them. `vision_families.py` compares them with the model's own processor before it relies on them.
-
-As a program, this module reads jobs from its input and writes pixels to its output until the input ends. A job is a line of JSON,
-`{"bytes": …, "recipe": …}`, and the image's bytes; its answer is a line, `{"shape": …}` or `{"error": …}`, and the pixels.
 """
 
 from __future__ import annotations
 
 import io
-import json
-import os
-import signal
-import sys
 import warnings
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from engine.processes.worker import WithBytes
 
 if TYPE_CHECKING:
     import numpy as np
@@ -92,24 +87,8 @@ def scaled_pixels(image: Any, recipe: Recipe) -> np.ndarray:
     return np.stack([np.asarray(piece) for piece in (*pieces, image.resize((tile, tile), resample=recipe.resample))])
 
 
-def main() -> None:
-    """Answer jobs until the input ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started this one decides when it ends
-    answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)
-    while line := sys.stdin.buffer.readline():
-        job = json.loads(line)
-        data = sys.stdin.buffer.read(job["bytes"])
-        sizes, tile, resample = job["recipe"]
-        try:
-            pixels = scaled_pixels(decode(data), Recipe(sizes=tuple(map(tuple, sizes)), tile=tile, resample=resample))
-        except Exception as error:  # noqa: BLE001 - the process that asked makes these pixels itself, and raises it
-            answers.write(json.dumps({"error": f"{type(error).__name__}: {error}"}).encode() + b"\n")
-        else:
-            answers.write(json.dumps({"shape": pixels.shape}).encode() + b"\n")
-            answers.write(pixels.data.cast("B") if pixels.flags.c_contiguous else pixels.tobytes())
-        answers.flush()
-
-
-if __name__ == "__main__":
-    main()
+def scale(_: None, recipe: list[Any], image: bytes) -> WithBytes:
+    """A job of a worker: the shape of an image's pixels, and the pixels."""
+    sizes, tile, resample = recipe
+    pixels = scaled_pixels(decode(image), Recipe(sizes=tuple(map(tuple, sizes)), tile=tile, resample=resample))
+    return WithBytes(pixels.shape, pixels.tobytes())

@@ -16,14 +16,11 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import json
 import os
 import queue
-import subprocess
 import sys
 import tempfile
 import threading
-import time
 from base64 import b64encode
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -36,7 +33,7 @@ import msgspec
 import structlog
 from pydantic_core import to_json
 
-from engine.processes.worker import end_worker, killed_after, start_worker
+from engine.processes.worker import Worker, WorkerError
 from engine.tokens.jinja_template import JinjaTemplate
 from engine.tokens.plain_tokenizer import PlainTokenizer
 
@@ -56,7 +53,7 @@ MOST_TOKENS = 1 << 20
 """Tokens that are asked about at once, unless one episode has more."""
 _files: dict[tuple[int, bytes], IO[bytes]] = {}
 """Tokenizers, by process (a fork has its own) and content. The files have no name, so that a process that is killed leaves none behind."""
-_FIRST = json.dumps({"call": "engine.tokens.bridge.guard_child:compare", "common": None}).encode() + b"\n"
+COMPARE = "engine.tokens.bridge.guard_child:compare"
 
 
 class BranchDifference(msgspec.Struct, frozen=True):
@@ -173,10 +170,6 @@ def _asked(conversation: Conversation) -> list[tuple[Any, ...]]:
     return branches
 
 
-class _LostError(Exception):
-    """The child has no answer."""
-
-
 class _Asking:
     """A thread that asks the child, which all guards of this process share. Both start with the first episode."""
 
@@ -184,7 +177,7 @@ class _Asking:
         self.process = os.getpid()
         self._jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
         self.put = self._jobs.put
-        self.child: subprocess.Popen[bytes] | None = None
+        self.child: Worker | None = None
         self._ahead: _Job | None = None
         threading.Thread(target=self._serve, name="guard", daemon=True).start()
         atexit.register(self._end)
@@ -218,7 +211,7 @@ class _Asking:
     def _answer(self, jobs: Sequence[_Job]) -> None:
         try:
             answers = self._ask(jobs)
-        except _LostError as error:
+        except WorkerError as error:
             answers = [{"error": str(error)}] * len(jobs)
         again: list[_Job] = []
         for job, answer in zip(jobs, answers, strict=True):
@@ -237,42 +230,24 @@ class _Asking:
         try:
             lines = b",".join([job.line() for job in jobs])
         except Exception as error:
-            raise _LostError(f"{type(error).__name__}: {error}") from error
-        began = time.monotonic()
+            raise WorkerError(f"{type(error).__name__}: {error}") from error
         try:
-            child = self._started()
-            assert child.stdin is not None
-            assert child.stdout is not None
-            with killed_after(child, seconds):
-                child.stdin.write(b'{"form":' + jobs[0].told + b',"episodes":[' + lines + b"]}\n")
-                child.stdin.flush()
-                answer = json.loads(child.stdout.readline())
-        except (OSError, ValueError) as error:
-            late = time.monotonic() - began >= seconds
-            ended = self._end()
-            reason = f"it did not answer within {seconds:.3g} s" if late else ended or str(error)
-            log.warning("the process that checks ended episodes is started again", reason=reason, episodes=len(jobs))
-            raise _LostError(reason) from error
-        if "error" in answer:
-            raise _LostError(answer["error"])
-        answers: list[dict[str, Any]] = answer["result"]
+            self.child = self.child or Worker(COMPARE)
+            answers: list[dict[str, Any]] = self.child.ask(
+                b'{"form":%b,"episodes":[%b]}' % (jobs[0].told, lines), seconds=seconds
+            )
+        except WorkerError as error:
+            if self.child is None or self.child.ended:
+                self.child = None
+                log.warning(
+                    "the process that checks ended episodes is started again", reason=str(error), episodes=len(jobs)
+                )
+            raise
         return answers
 
-    def _started(self) -> subprocess.Popen[bytes]:
-        if self.child is None:
-            self.child = start_worker()
-            assert self.child.stdin is not None
-            self.child.stdin.write(_FIRST)
-        return self.child
-
-    def _end(self) -> str:
-        """End the child; returns how it had ended already, in words."""
-        child, self.child = self.child, None
-        if child is None:
-            return ""
-        end_worker(child)
-        status = child.returncode
-        return f"it was killed by signal {-status}" if status < 0 else f"it ended with status {status}"
+    def _end(self) -> None:
+        if self.child is not None:
+            self.child.end()
 
 
 _current: _Asking | None = None

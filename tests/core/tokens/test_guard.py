@@ -167,8 +167,8 @@ async def child() -> Any:
     """The guard's process, once it has started."""
     while True:
         asking = guard_module._current
-        if asking is not None and asking.child is not None and asking.child.poll() is None:
-            return asking.child
+        if asking is not None and asking.child is not None and asking.child.process.poll() is None:
+            return asking.child.process
         await asyncio.sleep(0.001)
 
 

@@ -215,8 +215,8 @@ def ahead(vision: Vision) -> Iterator[ImageBank]:
     bank = ImageBank(vision.processing, after=0.0)
     bank._ahead = PixelsAhead(2)
     yield bank
-    for worker in bank._ahead._workers:
-        worker.kill()
+    if bank._ahead._workers is not None:
+        bank._ahead._workers.shutdown()
 
 
 def shown(bank: ImageBank, count: int) -> list[str]:
@@ -241,7 +241,8 @@ def test_workers_scale_expected_images_to_the_same_tensors(
     for digest, own in zip(digests, wanted, strict=True):
         np.testing.assert_array_equal(ahead.tensors(digest)["pixel_values"], own["pixel_values"])
     assert digests[0] not in scaled_here
-    assert len(ahead._ahead._workers) == 2
+    assert ahead._ahead._workers is not None
+    assert len(ahead._ahead._workers.workers) == 2
     assert ahead.processed == 20
 
 
@@ -251,8 +252,9 @@ def test_a_worker_that_dies_costs_time_only(vision: Vision, ahead: ImageBank) ->
     ahead.expect(digests)
     for number, (digest, again) in enumerate(zip(digests, shown(vision.bank, 12), strict=True)):
         if number in (1, 5):
-            for worker in list(ahead._ahead._workers):
-                worker.kill()
+            assert ahead._ahead._workers is not None
+            for worker in list(ahead._ahead._workers.workers):
+                worker.process.kill()
         np.testing.assert_array_equal(ahead.tensors(digest)["pixel_values"], vision.bank.tensors(again)["pixel_values"])
 
 

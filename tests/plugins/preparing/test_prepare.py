@@ -19,8 +19,8 @@ from slow_cases import slow_after, slow_but
 from waiting import process_runs
 
 from engine.plugins.preparing.cache import PreparedCache
+from engine.processes.worker import VariableError, Worker, default_processes
 from engine.plugins.preparing.inputs import digest_of_parts
-from engine.processes.worker import VariableError, default_processes, start_worker
 
 PROGRAM = jobs_for_tests.__file__
 
@@ -147,6 +147,7 @@ def test_the_variable_sets_the_number_of_processes(monkeypatch: pytest.MonkeyPat
 def test_a_worker_imports_nothing_of_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "json.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'w').close()\n")
     monkeypatch.chdir(tmp_path)
-    worker = start_worker()
-    worker.communicate(b"")
+    worker = Worker("operator:add", 1)
+    assert worker.ask(b"2", seconds=60) == 3
+    worker.end()
     assert not (tmp_path / "imported").exists()
