@@ -92,7 +92,7 @@ def _guard_seconds() -> float:
     from engine.tokens.bridge import guard
 
     child = None if guard._current is None else guard._current.child
-    return 0.0 if child is None else int(Path(f"/proc/{child.pid}/schedstat").read_text().split()[0]) / 1e9
+    return 0.0 if child is None else int(Path(f"/proc/{child.process.pid}/schedstat").read_text().split()[0]) / 1e9
 
 
 async def _client(url: str, workload: Workload, turns: int, episodes: int, concurrency: int) -> int:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import math
 import mmap
 import os
 import secrets
@@ -27,6 +26,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from engine.errors import EngineError
+from engine.processes.system import limit_cpu, send_signal, take_streams
 from engine.terminal import visible
 
 Answer = Callable[[bytes, Callable[[str], None]], bytes]
@@ -97,7 +97,8 @@ class Child:
                 os._exit(0)
             seconds = _read(requests, 8) or b""
             request = _read(requests, int.from_bytes(length, "big")) or b""
-            _limit_time(struct.unpack(">d", seconds)[0])
+            with contextlib.suppress(OSError, ValueError):
+                limit_cpu(struct.unpack(">d", seconds)[0] + 1)  # it ends so even if its parent is gone
             reply = answer(request, self._doing)
             _write(answers, _HEAD.pack(self._token, len(reply)) + reply)
 
@@ -134,7 +135,7 @@ class Child:
                     return bytes(received[_HEAD.size : _HEAD.size + length])
             ended = ended or self._has_ended()
 
-    def _take(self, found: bytearray, seconds: float) -> bool:
+    def _take(self, received: bytearray, seconds: float) -> bool:
         """Read what the child wrote, and return whether there was anything; wait at most `seconds`."""
         open_ends = [end for end in (self._told, self._print) if end >= 0]
         poll = select.poll()
@@ -145,12 +146,12 @@ class Child:
             data = os.read(end, 1 << 16)
             some = some or bool(data)
             if end == self._told:
-                found += data
+                received += data
             else:
                 self.printed = (self.printed + data)[:MAX_PRINTED]
             if not data:
                 os.close(end)
-                self._told, self._print = (-1 if each == end else each for each in (self._told, self._print))
+                self._told, self._print = (-1 if opened == end else opened for opened in (self._told, self._print))
         if not open_ends:
             time.sleep(seconds)
         return some
@@ -173,22 +174,15 @@ class Child:
     def close(self) -> None:
         """End the process and, if it leads a group, the processes that it started."""
         if self._leader and self._group:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._leader, signal.SIGKILL)
+            send_signal(self._leader, group=True)
         self._leader = 0
         if self._pid:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self._pid, signal.SIGKILL)
+            send_signal(self._pid)
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(self._pid, 0)
             self._pid = 0
         _close(self._ask, self._told, self._print)
         self._ask = self._told = self._print = -1
-
-
-def can_fork() -> bool:
-    """Return whether this system can fork processes."""
-    return hasattr(os, "fork")
 
 
 def _prepare(group: bool, memory: int, output: int, keep: tuple[int, int]) -> None:
@@ -200,16 +194,10 @@ def _prepare(group: bool, memory: int, output: int, keep: tuple[int, int]) -> No
         os.setsid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this child
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    nothing = os.open(os.devnull, os.O_RDWR)
-    os.dup2(nothing, 0)
+    take_streams(output if output >= 0 else None, keep)
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
     if output >= 0:
-        os.dup2(output, 1)
-        os.dup2(output, 2)
         sys.stdout = sys.stderr = open(1, "w", errors="replace", buffering=1, closefd=False)  # noqa: SIM115
-    low, high = sorted(keep)
-    for start, end in ((3, low), (low + 1, high), (high + 1, os.sysconf("SC_OPEN_MAX"))):
-        os.closerange(start, end)
     for kind, most in ((resource.RLIMIT_DATA, memory + _data()), (resource.RLIMIT_CORE, 0)):
         with contextlib.suppress(OSError, ValueError):
             hard = resource.getrlimit(kind)[1]
@@ -250,16 +238,6 @@ def _data() -> int:
             if line.startswith("VmData:"):
                 return int(line.split()[1]) * 1024
     return 0
-
-
-def _limit_time(seconds: float) -> None:
-    """End this process after `seconds` more of CPU time, even if its parent is gone."""
-    import resource
-
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    most = math.ceil(used.ru_utime + used.ru_stime + seconds) + 1
-    with contextlib.suppress(OSError, ValueError):
-        resource.setrlimit(resource.RLIMIT_CPU, (most, resource.getrlimit(resource.RLIMIT_CPU)[1]))
 
 
 def _read(end: int, size: int) -> bytes | None:

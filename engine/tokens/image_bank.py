@@ -9,23 +9,31 @@ Invariants:
 
 from __future__ import annotations
 
+import json
+import os
 import threading
 import time
 from base64 import b64encode
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Generic, TypeVar
 
+import numpy as np
+import structlog
+
 from engine.errors import ImageError
+from engine.processes.worker import WorkerPool, default_processes
 from engine.schemas.base import Struct
 from engine.tokens.images import EncodedImage, ProcessedImage, Tensors
-from engine.tokens.pixel_pool import PixelsAhead
 from engine.tokens.vision_families import FloatImage, PreparedImage
 
 if TYPE_CHECKING:
     from engine.tokens.pixels import Recipe
     from engine.tokens.vision import ImageProcessing
+
+log = structlog.get_logger(__name__)
 
 T = TypeVar("T")
 
@@ -33,6 +41,15 @@ _PIXEL_BYTES, _SOURCE_BYTES = 1 << 30, 1 << 28
 """Memory limits: for scaled pixels; for encoded images, and for each of their two forms that are sent."""
 AFTER = 2.0
 """Seconds of scaling in this process before worker processes scale images ahead."""
+
+
+DEADLINE = 60.0
+"""Seconds after which a worker that scales one image is killed."""
+AHEAD = 3
+"""Images per worker that are scaled and not yet taken."""
+
+PixelJob = Callable[[str], "tuple[bytes, Recipe] | None"]
+"""A digest -> the encoded image and its recipe; None: no worker scales it."""
 
 
 class SentImages(Struct, frozen=True, kw_only=True):
@@ -278,3 +295,70 @@ class RecentlyUsed(Generic[T]):
         while self._used > self._most and len(self._values) > 1:
             _, (_, freed) = self._values.popitem(last=False)
             self._used -= freed
+
+
+class PixelsAhead:
+    """Scales expected images in worker processes, a few ahead of those that were taken. Workers start at the first image. A worker that
+    dies, or an image that it cannot scale, costs time only.
+
+    Args:
+        processes: Number of workers. Default: `default_processes()`, shared by the processes of a training on this host.
+    """
+
+    def __init__(self, processes: int | None = None) -> None:
+        self._processes = processes
+        self._workers: WorkerPool | None = None
+        self._waiting: OrderedDict[str, PixelJob] = OrderedDict()
+        self._begun: OrderedDict[str, Future[np.ndarray | None]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def expect(self, digests: Iterable[str], job: PixelJob) -> None:
+        """Scale these images, in this order, in place of those that were expected before.
+
+        Args:
+            digests: The images.
+            job: Called in another thread. None: the image is not scaled here.
+        """
+        with self._lock:
+            self._waiting = OrderedDict((digest, job) for digest in digests)
+            for digest in [begun for begun in self._begun if begun not in self._waiting]:
+                self._begun.pop(digest).cancel()
+            for digest in self._begun:
+                del self._waiting[digest]
+            self._begin()
+
+    def take(self, digest: str) -> np.ndarray | None:
+        """The pixels of an expected image, uint8 [tiles, height, width, 3]; None if it is not being scaled."""
+        with self._lock:
+            future = self._begun.pop(digest, None)
+            if future is None:
+                self._waiting.pop(digest, None)
+                return None
+        pixels = None if future.cancel() else future.result()
+        with self._lock:
+            self._begin()
+        return pixels
+
+    def _begin(self) -> None:
+        if not self._waiting:
+            return
+        if self._processes is None:
+            self._processes = max(1, default_processes() // int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
+        if self._workers is None:
+            self._workers = WorkerPool(self._processes, "engine.tokens.pixels:scale")
+        while self._waiting and len(self._begun) < AHEAD * self._processes:
+            digest, job = self._waiting.popitem(last=False)
+            self._begun[digest] = self._workers.submit(self._pixels, digest, job)
+
+    def _pixels(self, digest: str, job: PixelJob) -> np.ndarray | None:
+        assert self._workers is not None
+        try:
+            asked = job(digest)
+            if asked is None:
+                return None
+            image, recipe = asked
+            shape, pixels = self._workers.ask(json.dumps(recipe).encode(), image, seconds=DEADLINE)
+            return np.frombuffer(pixels, np.uint8).reshape(shape)
+        except Exception as error:  # noqa: BLE001 - the one who takes the image makes it, and raises what is wrong
+            log.info("an image is scaled in this process", reason=f"{type(error).__name__}: {error}")
+            return None

@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from engine.errors import RenderError
-from engine.processes.forked import Child, ChildError, can_fork
+from engine.processes.forked import Child, ChildError
 
 SECONDS = 10.0
 """Deadline of the child for one template, in seconds."""
@@ -65,14 +65,14 @@ def rendered(source: str, variables: Mapping[str, Any], messages: Sequence[View]
     text = shown(source, variables, trusted=trusted)
     if text is None or text.problem is not None:
         return None
-    if trusted or not can_fork():
+    if trusted:
         return _render(source, variables, messages)
     return _ask({"source": source, "variables": variables, "messages": messages})["text"]  # type: ignore[no-any-return]
 
 
 @lru_cache(maxsize=64)
 def _shown_of(source: str, variables: str, trusted: bool) -> Shown:
-    if trusted or not can_fork():
+    if trusted:
         return _shown(source, json.loads(variables))
     try:
         return Shown(*_ask({"source": source, "variables": json.loads(variables)})["shown"])
@@ -84,8 +84,7 @@ def _shown_of(source: str, variables: str, trusted: bool) -> Shown:
 
 _children: list[Child] = []
 """The child of this process, if it has one; forked processes start their own."""
-if can_fork():
-    os.register_at_fork(after_in_child=_children.clear)
+os.register_at_fork(after_in_child=_children.clear)
 _seconds = [SECONDS]
 
 
@@ -102,12 +101,6 @@ def _ask(request: dict[str, Any]) -> Any:
     except ChildError:
         _children.clear()
         raise
-
-
-def close_child() -> None:
-    """End the child, if there is one."""
-    while _children:
-        _children.pop().close()
 
 
 def _answer(request: bytes, doing: Callable[[str], None]) -> bytes:

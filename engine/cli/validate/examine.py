@@ -16,7 +16,7 @@ from pathlib import Path
 from engine.cli.validate.report import Report, excerpts_of, one_line, pack, unpack
 from engine.moved_names import MovedNameWarning
 from engine.plugin import Hook, missing
-from engine.processes.forked import Child, ChildError, can_fork, refuse_outside
+from engine.processes.forked import Child, ChildError, refuse_outside
 from engine.schemas.sections import written
 from engine.spec.access import Access
 from engine.spec.load import UNREADABLE, LoadedSpec, read_spec
@@ -25,7 +25,7 @@ from engine.spec.text.diagnostic import Diagnostic, Origin, Severity
 from engine.validate import all_rules
 from engine.validate.check import check_rules, trainer_of
 from engine.validate.context import CheckContext
-from engine.validate.templates import close_child, set_deadline
+from engine.validate.templates import set_deadline
 from engine.validate.worst_case import over_budget, worst_case
 
 SECONDS = 60.0
@@ -132,11 +132,6 @@ def examine_all(paths: Sequence[Path], options: Options) -> tuple[list[Report], 
     Returns:
         The reports, and the lines that imported code and parsers printed, with their origin.
     """
-    if not can_fork():
-        try:
-            return [examine(path, replace(options, imports=False)) for path in paths], []
-        finally:
-            close_child()
     all_rules()  # imported once, before the children are forked
     warnings.simplefilter("ignore", MovedNameWarning)  # a finding names them, with their place
     examiner = _Examiner(options)

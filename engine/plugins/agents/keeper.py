@@ -1,8 +1,8 @@
 """A process that starts agent programs, and kills each with everything that it started.
 
-    python -I -S keeper.py FD FOLDER
+    keeper.py FD FOLDER
 
-It imports only the standard library and runs no code of a spec. For each program it forks a guard, which is a subreaper
+It is a script (`engine.processes.system:script`) and runs no code of a spec. For each program it forks a guard, which is a subreaper
 (PR_SET_CHILD_SUBREAPER, Linux): a process of the program that loses its parent becomes a child of the guard, also if it left its
 session. So the guard's descendants are exactly the program's processes. The guard kills them all when the program ends, when
 the engine asks for it, and when the engine is gone; then it says how the program ended, and ends.
@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import ctypes
 import fcntl
 import json
 import os
@@ -34,7 +33,15 @@ import time
 from pathlib import Path
 from typing import Any, NoReturn
 
-_SUBREAPER, _PDEATHSIG = 36, 1
+from engine.processes.system import (
+    MessageSocket,
+    adopt_orphans,
+    die_with_parent,
+    memory_file,
+    send_signal,
+    take_streams,
+)
+
 _POLL = 1.0
 """Seconds between two looks at whether the parent still runs."""
 _LOOK = 0.2
@@ -67,48 +74,40 @@ def remove(folder: Path) -> None:
 
 
 def _serve() -> None:
-    control = socket.socket(fileno=int(sys.argv[1]))
-    libc = ctypes.CDLL(None)
+    control = MessageSocket(socket.socket(fileno=int(sys.argv[1])))
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the engine decides when programs end
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # guards are not waited for
     engine = os.getppid()
-    buffer, fds = b"", []
     while True:
-        if not select.select([control], [], [], _POLL)[0]:
+        if not select.select([control.socket], [], [], _POLL)[0]:
             if os.getppid() != engine:  # a fork of the engine may still hold the socket open
                 return
             continue
-        try:
-            data, more, _, _ = socket.recv_fds(control, 65_536, 64)
-        except ConnectionError:
+        programs = control.receive()
+        if programs is None:
             return
-        if not data:
-            return
-        fds += more
-        *lines, buffer = (buffer + data).split(b"\n")
-        for line in lines:
-            own, output = fds.pop(0), fds.pop(0)
+        for program in programs:
+            own, output = control.descriptors.popleft(), control.descriptors.popleft()
             try:
                 pid = os.fork()
             except OSError as error:
                 os.write(own, json.dumps({"error": str(error)}).encode() + b"\n")
                 pid = -1
             if pid == 0:
-                control.close()
-                for other in fds:
+                control.socket.close()
+                for other in control.descriptors:
                     os.close(other)
-                _guard(libc, json.loads(line), own, output)
+                _guard(program, own, output)
             os.close(own)
             os.close(output)
 
 
-def _guard(libc: Any, program: dict[str, Any], own: int, output: int) -> NoReturn:
+def _guard(program: dict[str, Any], own: int, output: int) -> NoReturn:
     """Start a program, and kill what is left of it at its end."""
     try:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        if sys.platform == "linux":
-            libc.prctl(_SUBREAPER, 1, 0, 0, 0)
+        adopt_orphans()
         wake, waker = os.pipe()
         os.set_blocking(waker, False)
         signal.set_wakeup_fd(waker)
@@ -116,7 +115,7 @@ def _guard(libc: Any, program: dict[str, Any], own: int, output: int) -> NoRetur
         ours, theirs = socket.socketpair()
         pid = os.fork()
         if pid == 0:
-            _become(libc, program, output, theirs.fileno())
+            _become(program, output, theirs.fileno())
         os.close(output)
         theirs.close()
         _say(own, pid=pid)
@@ -131,8 +130,7 @@ def _guard(libc: Any, program: dict[str, Any], own: int, output: int) -> NoRetur
                 status = _reap(pid)
             if own in ready or full or os.getppid() != keeper:
                 break
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(pid, signal.SIGKILL)
+        send_signal(pid, group=True)
         left = _kill_all()
         status = left.get(pid, -signal.SIGKILL) if status is None else status
         _say(own, status=status, full=full, reward=_reward(folder))
@@ -167,33 +165,21 @@ def _reward(folder: int) -> str | None:
         return file.read(_MOST_REWARD).decode("utf-8", "replace") if stat.S_ISREG(os.fstat(opened).st_mode) else None
 
 
-def _memory_file(text: str) -> int:
-    """A descriptor from which a text in base64 is read."""
-    opened = os.memfd_create("engine")
-    with open(opened, "wb", closefd=False) as file:
-        file.write(base64.b64decode(text))
-    os.lseek(opened, 0, os.SEEK_SET)
-    return opened
-
-
-def _become(libc: Any, program: dict[str, Any], output: int, channel: int) -> NoReturn:
+def _become(program: dict[str, Any], output: int, channel: int) -> NoReturn:
     """Execute a program in this process."""
     try:
         signal.set_wakeup_fd(-1)
         for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_DFL)
         os.setsid()
-        null = os.open(os.devnull, os.O_RDONLY)
-        os.dup2(null, 0)
-        os.dup2(output, 1)
-        os.dup2(output, 2)
-        given = [*map(_memory_file, program["reads"]), channel] if "reads" in program else []
-        above = [fcntl.fcntl(fd, fcntl.F_DUPFD, 64) for fd in given]
-        for place, fd in enumerate(above, 3):
+        inherited: list[int] = []
+        if "reads" in program:
+            inherited = [memory_file(base64.b64decode(text)) for text in program["reads"]] + [channel]
+        above = [fcntl.fcntl(fd, fcntl.F_DUPFD, 64) for fd in (*inherited, output)]
+        for place, fd in enumerate(above[:-1], 3):
             os.dup2(fd, place)
-        os.closerange(3 + len(given), 65_536)
-        if sys.platform == "linux":
-            libc.prctl(_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        take_streams(above[-1], keep=range(3, 3 + len(inherited)))
+        die_with_parent()
         os.chdir(program["cwd"])
         command = program["command"]
         os.execve(command[0], command, program["env"])
@@ -237,17 +223,12 @@ def _kill_all() -> dict[int, int]:
         stopped: set[int] = set()
         while new := _descendants() - stopped:  # stop them first, so that none starts others
             for pid in new:
-                _signal(pid, signal.SIGSTOP)
+                send_signal(pid, signal.SIGSTOP)
             stopped |= new
         for pid in stopped:
-            _signal(pid, signal.SIGKILL)
+            send_signal(pid)
         time.sleep(0.001)
     return found
-
-
-def _signal(pid: int, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.kill(pid, number)
 
 
 def _descendants() -> set[int]:

@@ -11,7 +11,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Mapping, Sequence
@@ -21,13 +20,14 @@ from types import MappingProxyType
 from typing import Any
 
 from engine.plugins.confinement.sandbox import LEAST_FILE
+from engine.processes.system import MessageSocket, script, send_signal
 
 MOST_OUTPUT = 16_384
 """Bytes of a program's output that are kept: the last ones."""
 MOST_PRINTED = 64 << 20
 """Bytes of output after which a program is killed."""
 _LONGEST_LINE = 1 << 20
-_KEEPER = str(Path(__file__).with_name("keeper.py"))
+_KEEPER = Path(__file__).with_name("keeper.py")
 
 
 class ProgramProcess:
@@ -158,12 +158,12 @@ class _Keeper:
         self._lock = threading.Lock()
         mine, theirs = socket.socketpair()
         with theirs:
-            command = [sys.executable, "-I", "-S", _KEEPER, str(theirs.fileno()), self.folder]
+            command = script(_KEEPER, str(theirs.fileno()), self.folder)
             env = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}  # of the interpreter
             self._process = subprocess.Popen(
                 command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=env
             )
-        self._socket = mine
+        self._control = MessageSocket(mine)
 
     @property
     def runs(self) -> bool:
@@ -172,10 +172,8 @@ class _Keeper:
 
     def start(self, program: Mapping[str, Any], own: int, output: int) -> None:
         """Have a program started, with its guard's socket and its output."""
-        line = json.dumps(program).encode() + b"\n"
         with self._lock:
-            sent = socket.send_fds(self._socket, [line], [own, output])
-            self._socket.sendall(line[sent:])
+            self._control.send(program, [own, output])
 
 
 _kept: list[_Keeper] = []
@@ -200,8 +198,7 @@ def _kill_marked(mark: bytes) -> None:
     for _ in range(100):
         found = [int(path.parent.name) for path in Path("/proc").glob("[0-9]*/environ") if _has(path, mark)]
         for pid in found:
-            with suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
+            send_signal(pid)
         if not found:
             return
 

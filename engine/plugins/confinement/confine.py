@@ -19,16 +19,16 @@ import mmap
 import os
 import pwd
 import resource
-import signal
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from engine.processes.system import adopt_orphans, die_with_parent
+
 FIRST_UID, LAST_UID = 61_184, 65_519
 _DAC_READ_SEARCH = 2
-_KEEPCAPS, _PDEATHSIG, _SUBREAPER, _AMBIENT, _RAISE = 8, 1, 36, 47, 2
+_KEEPCAPS, _AMBIENT, _RAISE = 8, 47, 2
 _CAP_VERSION = 0x20080522
 LEAST_MEMORY = 128 * 10**6
 """Bytes that a worker needs to start and to import numpy."""
@@ -59,8 +59,7 @@ def apply(confinement: Confinement) -> None:
     """Confine this process. Call it in the child, once."""
     libc = ctypes.CDLL(None, use_errno=True)
     os.setsid()
-    if sys.platform == "linux":
-        libc.prctl(_SUBREAPER, 1, 0, 0, 0)
+    adopt_orphans()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     kind = resource.RLIMIT_AS if confinement.as_limit else resource.RLIMIT_DATA
     resource.setrlimit(kind, (confinement.memory, confinement.memory))
@@ -68,8 +67,7 @@ def apply(confinement: Confinement) -> None:
         resource.setrlimit(resource.RLIMIT_NPROC, (confinement.processes, confinement.processes))
     if confinement.uid is not None:
         _become(libc, confinement)
-    if sys.platform == "linux":
-        libc.prctl(_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # after the change of uid, which clears this setting
+    die_with_parent()  # after the change of uid, which clears this setting
 
 
 def _become(libc: ctypes.CDLL, confinement: Confinement) -> None:

@@ -37,6 +37,7 @@ from pydantic import TypeAdapter
 
 from engine.plugins.confinement import system_calls
 from engine.plugins.confinement.confine import Refused, free_uid
+from engine.processes.system import memory_file
 from engine.schemas.base import Bytes, Seconds
 
 log = structlog.get_logger(__name__)
@@ -194,15 +195,6 @@ def finish_sandboxed(
 def bubblewrap() -> str:
     """The path of bubblewrap."""
     return shutil.which("bwrap") or "bwrap"
-
-
-def memory_file(content: bytes) -> int:
-    """A descriptor from which a child process reads a content."""
-    opened = os.memfd_create("engine")
-    with open(opened, "wb", closefd=False) as file:
-        file.write(content)
-    os.lseek(opened, 0, os.SEEK_SET)
-    return opened
 
 
 class _Folder:

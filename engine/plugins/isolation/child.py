@@ -12,9 +12,7 @@ import contextlib
 import faulthandler
 import inspect
 import json
-import math
 import pickle
-import resource
 import socket
 import struct
 import sys
@@ -28,6 +26,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from engine.errors import EngineError
+from engine.processes.system import limit_cpu
 from engine.schemas.environment import ProgramSettings, Reset, Step, UserTurn
 from engine.schemas.reward import RewardEvent
 from engine.spec.code.entry import load_entry
@@ -230,7 +229,8 @@ class Server:
 
     def _answer(self, request: tuple[Any, ...]) -> bytes:
         what, cpu, *rest = request
-        _allow(cpu)
+        if cpu is not None:
+            limit_cpu(cpu)
         if what == "describe":
             return VALUE + json.dumps(self._served.describe(*rest)).encode()
         if what == "prepare":
@@ -277,16 +277,6 @@ async def _made(target: Callable[..., Any], with_: dict[str, Any]) -> Any:
 
 async def _waited(value: Any) -> Any:
     return await value
-
-
-def _allow(cpu: float | None) -> None:
-    """Limit the CPU time of this call; the kernel ends the process with SIGXCPU after it."""
-    if cpu is None:
-        return
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    soft = math.ceil(used.ru_utime + used.ru_stime + cpu)
-    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
-    resource.setrlimit(resource.RLIMIT_CPU, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
 
 
 def _left() -> str:

@@ -12,12 +12,13 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
 from engine.errors import EngineError
+from engine.processes.system import MessageSocket
 
 _BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv.pop(2)); from engine.plugins.isolation.zygote import main; main()"
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
@@ -56,9 +57,8 @@ class Server:
         self.folders: set[str] = set()
         """Folders that workers must be able to read, besides the import path."""
         self._process: subprocess.Popen[bytes] | None = None
-        self._control: socket.socket | None = None
+        self._control: MessageSocket | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._buffer = b""
         self._ids = count(1)
         self._asked: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._ended: dict[int, Callable[[int], None]] = {}
@@ -83,12 +83,11 @@ class Server:
                 start_new_session=True,  # Ctrl-C is for the engine
             )
         ours.setblocking(False)
-        self._control = ours
-        self._buffer = b""
+        self._control = MessageSocket(ours)
         self._planned.clear()
 
-    def _attach(self) -> socket.socket:
-        """Return the control socket, which the running loop reads from now on."""
+    def _attach(self) -> MessageSocket:
+        """Return the connection to the zygote, which the running loop reads from now on."""
         loop = asyncio.get_running_loop()
         if self._control is None:
             self._loop = None
@@ -96,30 +95,23 @@ class Server:
         assert self._control is not None
         if self._loop is not loop:
             self.detach()
-            loop.add_reader(self._control, self._readable)
+            loop.add_reader(self._control.socket, self._readable)
             self._loop = loop
         return self._control
 
     def detach(self) -> None:
         """Stop reading the control socket in the current loop."""
         if self._loop is not None and self._control is not None and not self._loop.is_closed():
-            self._loop.remove_reader(self._control)
+            self._loop.remove_reader(self._control.socket)
         self._loop = None
 
     def _readable(self) -> None:
         assert self._control is not None
-        try:
-            data = self._control.recv(65_536)
-        except BlockingIOError:
-            return
-        except OSError:
-            data = b""
-        if not data:
+        messages = self._control.receive()
+        if messages is None:
             self._on_end()
             return
-        *lines, self._buffer = (self._buffer + data).split(b"\n")
-        for line in lines:
-            message = json.loads(line)
+        for message in messages:
             if message["told"] == "ended":
                 ended = self._ended.pop(message["id"], None)
                 if ended is not None:
@@ -133,7 +125,7 @@ class Server:
         """Handle the end of the zygote, which ends all workers."""
         self.detach()
         if self._control is not None:
-            self._control.close()
+            self._control.socket.close()
         self._control = None
         asked, self._asked = self._asked, {}
         ended, self._ended = self._ended, {}
@@ -143,24 +135,15 @@ class Server:
         for end in ended.values():
             end(-9)
 
-    async def _ask(self, message: dict[str, Any], fds: list[int] | None = None) -> dict[str, Any]:
+    async def _ask(self, message: dict[str, Any], descriptors: Sequence[int] = ()) -> dict[str, Any]:
         control = self._attach()
         future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self._asked[message["id"]] = future
-        self._send(control, message, fds)
+        control.send(message, descriptors)
         answer = await future
         if answer["told"] == "refused":
             raise IsolationError(answer["message"])
         return answer
-
-    @staticmethod
-    def _send(control: socket.socket, message: dict[str, Any], fds: list[int] | None = None) -> None:
-        data = json.dumps(message).encode() + b"\n"
-        control.setblocking(True)  # a few hundred bytes, to a process that only reads them
-        try:
-            socket.send_fds(control, [data], fds or [])
-        finally:
-            control.setblocking(False)
 
     async def fork(self, limits: Limits, channel: int, output: int, ended: Callable[[int], None]) -> tuple[int, int]:
         """Start a worker.
@@ -207,7 +190,7 @@ class Server:
         """Kill a worker with every process that it started; `ended` is called after its end."""
         if self._control is not None:
             try:
-                self._send(self._control, {"do": "kill", "id": id})
+                self._control.send({"do": "kill", "id": id})
             except OSError:
                 self._on_end()
 
@@ -215,7 +198,7 @@ class Server:
         """Kill every worker and end the zygote. A second call has no effect."""
         self.detach()
         if self._control is not None:
-            self._control.close()
+            self._control.socket.close()
             self._control = None
         if self._process is not None:
             try:

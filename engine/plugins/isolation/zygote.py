@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import json
 import os
 import select
 import shutil
@@ -20,13 +19,13 @@ import signal
 import socket
 import sys
 import tempfile
-from collections import deque
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from engine.plugins.confinement import confine
 from engine.plugins.confinement.confine import Confinement, Refused
+from engine.processes.system import MessageSocket, adopt_orphans, send_signal, take_streams
 
 _SWEEPS = 8
 
@@ -44,10 +43,9 @@ class Zygote:
     """Forks workers, kills them, and reports how they ended."""
 
     def __init__(self, control: socket.socket) -> None:
-        self._control = control
+        self._control = MessageSocket(control)
         self._plans: dict[str, Confinement] = {}
         self._workers: dict[int, _Worker] = {}
-        self._fds: deque[int] = deque()
         self._wake, wake = os.pipe()
         os.set_blocking(self._wake, False)
         os.set_blocking(wake, False)
@@ -56,32 +54,27 @@ class Zygote:
 
     def serve(self) -> None:
         """Serve until the engine ends."""
-        buffer = b""
+        control = self._control.socket.fileno()
         try:
             while True:
-                ready, _, _ = select.select([self._control.fileno(), self._wake], [], [])
+                ready, _, _ = select.select([control, self._wake], [], [])
                 if self._wake in ready:
                     with contextlib.suppress(BlockingIOError):
                         os.read(self._wake, 4096)
                     self._reap()
-                if self._control.fileno() in ready:
-                    try:
-                        data, fds, _, _ = socket.recv_fds(self._control, 65_536, 64)
-                    except ConnectionError:
-                        return  # the engine ended with unread messages from this process
-                    if not data:
+                if control in ready:
+                    messages = self._control.receive()
+                    if messages is None:
                         return
-                    self._fds += fds
-                    *lines, buffer = (buffer + data).split(b"\n")
-                    for line in lines:
-                        self._handle(json.loads(line))
+                    for message in messages:
+                        self._handle(message)
         finally:
             for pid in list(self._workers):
                 self._end(pid)
 
     def _say(self, **message: Any) -> None:
         with contextlib.suppress(OSError):
-            self._control.sendall(json.dumps(message).encode() + b"\n")
+            self._control.send(message)
 
     def _handle(self, message: dict[str, Any]) -> None:
         match message.pop("do"):
@@ -92,8 +85,7 @@ class Zygote:
             case "kill":
                 for pid, worker in list(self._workers.items()):
                     if worker.id == message["id"]:
-                        with contextlib.suppress(ProcessLookupError):
-                            os.kill(pid, signal.SIGKILL)  # `_reap` removes the rest
+                        send_signal(pid)  # `_reap` removes the rest
 
     def _plan(
         self, id: int, key: str, memory: int, processes: int | None, user: str | None, folders: list[str]
@@ -107,7 +99,7 @@ class Zygote:
             self._say(told="planned", id=id, reads=found.reads)
 
     def _fork(self, id: int, key: str) -> None:
-        channel, output = self._fds.popleft(), self._fds.popleft()
+        channel, output = self._control.descriptors.popleft(), self._control.descriptors.popleft()
         planned = self._plans[key]
         folder = None
         uid = None
@@ -140,22 +132,15 @@ class Zygote:
             signal.set_wakeup_fd(-1)
             for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, signal.SIG_DFL)
-            null = os.open(os.devnull, os.O_RDONLY)
-            os.dup2(null, 0)
-            os.dup2(output, 1)
-            os.dup2(output, 2)
-            keep = 3
-            if channel != keep:
-                os.dup2(channel, keep)
-            os.set_inheritable(keep, False)
-            os.closerange(keep + 1, 65_536)
+            take_streams(output, keep=[channel])
+            os.set_inheritable(channel, False)
             if folder is not None:
                 os.environ.update(HOME=folder, TMPDIR=folder)
                 tempfile.tempdir = None
             confine.apply(planned)
             from engine.plugins.isolation import child
 
-            child.serve(socket.socket(fileno=keep))
+            child.serve(socket.socket(fileno=channel))
             status = 0
         except BaseException as error:  # noqa: BLE001  (reported before the process ends)
             with contextlib.suppress(OSError):
@@ -178,24 +163,21 @@ class Zygote:
 
     def _end(self, pid: int) -> None:
         worker = self._workers.pop(pid)
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+        send_signal(pid)
         with contextlib.suppress(ChildProcessError):
             os.waitpid(pid, 0)
         self._sweep(pid, worker)
 
     def _sweep(self, pid: int, worker: _Worker) -> None:
         """Kill every remaining process of a dead worker, and remove its temporary folder."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(pid, signal.SIGKILL)
+        send_signal(pid, group=True)
         if worker.uid is not None:
             _kill_all_of(worker.uid)
         # The kernel gives processes that left its group to the nearest subreaper, which is this process.
         for _ in range(_SWEEPS):
             orphans = [child for child in _children() if child not in self._workers]
             for orphan in orphans:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(orphan, signal.SIGKILL)
+                send_signal(orphan)
                 with contextlib.suppress(ChildProcessError):
                     os.waitpid(orphan, 0)
             if not orphans:
@@ -227,15 +209,12 @@ def _children() -> list[int]:
 
 def main() -> None:
     """Serve the engine at the other end of descriptor `argv[1]`."""
-    import ctypes
-
     from engine import plugin
     from engine.plugins.isolation import child  # noqa: F401  (imported once, for all workers)
 
     plugin.installed()  # the same: entry points of plugins ask it
     control = socket.socket(fileno=int(sys.argv[1]))
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
+    adopt_orphans()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the engine decides when workers end
     gc.collect()

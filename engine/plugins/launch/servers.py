@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-import sys
 import time
 import urllib.request
 from collections.abc import Callable, Sequence
@@ -21,6 +20,7 @@ from urllib.error import URLError
 import structlog
 
 from engine.errors import BackendError
+from engine.processes.system import script
 
 log = structlog.get_logger(__name__)
 
@@ -88,7 +88,7 @@ class LaunchedServer:
             output.flush()
             try:
                 self.process = await asyncio.create_subprocess_exec(
-                    *(sys.executable, "-I", "-S", str(_WARDEN), f"{GRACE_SECONDS:g}", *argv),
+                    *script(_WARDEN, f"{GRACE_SECONDS:g}", *argv),
                     stdin=asyncio.subprocess.PIPE,
                     stdout=output,
                     stderr=asyncio.subprocess.STDOUT,

@@ -23,10 +23,9 @@ from waiting import wait_until
 
 from engine.errors import ImageError
 from engine.schemas.model import ModelSpec
-from engine.tokens.image_bank import ImageBank
+from engine.tokens.image_bank import ImageBank, PixelsAhead
 from engine.tokens.images import digest_of
 from engine.tokens.loading import load_format
-from engine.tokens.pixel_pool import PixelsAhead
 from engine.tokens.vision import Vision
 from engine.tokens.vision_families import TiledSizes
 

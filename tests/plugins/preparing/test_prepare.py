@@ -19,7 +19,6 @@ from slow_cases import slow_after, slow_but
 from waiting import process_runs
 
 from engine.plugins.preparing.cache import PreparedCache
-from engine.processes.worker import VariableError, Worker, default_processes
 from engine.plugins.preparing.inputs import digest_of_parts
 
 PROGRAM = jobs_for_tests.__file__
@@ -132,22 +131,3 @@ def test_entries_are_private(tmp_path: Path) -> None:
 
 def test_borders_of_parts_count() -> None:
     assert digest_of_parts("ab", "c") != digest_of_parts("a", "bc")
-
-
-def test_the_variable_sets_the_number_of_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("EPISODE_ENGINE_PROCESSES", "3")
-    assert default_processes() == 3
-    monkeypatch.setenv("EPISODE_ENGINE_PROCESSES", "all")
-    with pytest.raises(
-        VariableError, match="EPISODE_ENGINE_PROCESSES is 'all': give a number of processes, at least 1"
-    ):
-        default_processes()
-
-
-def test_a_worker_imports_nothing_of_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "json.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'w').close()\n")
-    monkeypatch.chdir(tmp_path)
-    worker = Worker("operator:add", 1)
-    assert worker.ask(b"2", seconds=60) == 3
-    worker.end()
-    assert not (tmp_path / "imported").exists()
