@@ -25,10 +25,8 @@ from engine.logs import Seldom
 from engine.plugins.agents import rewards
 from engine.plugins.agents.admission import Admission
 from engine.plugins.agents.connection import MAX_BODY, Connection, Head, read_json
-from engine.plugins.agents.wire.api import ModelApi
-from engine.plugins.agents.wire.models import MODELS_PATH, list_models, one_model
-from engine.plugins.agents.wire.registry import APIS, CHAT, MESSAGES
-from engine.plugins.agents.wire.requests import ApiError, ModelRequest, Session
+from engine.plugins.agents.wire.apis import APIS, CHAT, MESSAGES, MODELS_PATH, list_models, one_model
+from engine.plugins.agents.wire.requests import ApiError, ModelApi, ModelRequest, Session
 from engine.storable import valid_text, words_of
 
 if TYPE_CHECKING:

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from engine.plugins.agents.echo import Continuation, EchoIndex, tools_key
 from engine.plugins.agents.inbox import Exchange
 from engine.plugins.agents.server import server_of_loop
-from engine.plugins.agents.wire.api import ModelApi
-from engine.plugins.agents.wire.requests import ApiError, ModelReply, ModelRequest, Replies, Session
+from engine.plugins.agents.wire.requests import ApiError, ModelApi, ModelReply, ModelRequest, Replies, Session
 from engine.schemas.message import Message, ToolCall
 
 PNG = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from engine.plugins.agents.wire import fields
-from engine.plugins.agents.wire.api import Event
 from engine.plugins.agents.wire.fields import Fields, Reader
-from engine.plugins.agents.wire.requests import ApiError, ModelReply, ModelRequest, Replies, Session
+from engine.plugins.agents.wire.requests import ApiError, Event, ModelApi, ModelReply, ModelRequest, Replies, Session
 from engine.schemas.message import ContentPart, Message, TextPart, ToolCall
 
 MOST_REPLIES = 64
@@ -58,11 +58,10 @@ FIELDS = Fields(
 )
 
 
-class ChatCompletions:
+class ChatCompletions(ModelApi):
     """OpenAI's Chat Completions. See `ModelApi`."""
 
     path = "/v1/chat/completions"
-    required_header = ""
 
     def read(self, body: Any, session: Session) -> ModelRequest:
         """See `ModelApi`."""
@@ -117,15 +116,6 @@ class ChatCompletions:
         if (request.body.get("stream_options") or {}).get("include_usage"):
             yield Event(data=frame | {"choices": [], "usage": _usage(made.replies)})
         yield Event(data="[DONE]")
-
-    def fault(self, fault: ApiError) -> dict[str, Any]:
-        """See `ModelApi`."""
-        kind = "invalid_request_error" if fault.status < 500 else "server_error"
-        return {"error": {"message": fault.message, "type": kind, "param": fault.param, "code": fault.code}}
-
-    def fault_event(self, fault: ApiError) -> Event:
-        """See `ModelApi`."""
-        return Event(data=self.fault(fault))
 
 
 def _message(reader: Reader, item: dict[str, Any], at: str) -> Message:
@@ -192,7 +182,7 @@ def _written(message: Message) -> dict[str, Any]:
             {
                 "id": call.id,
                 "type": "function",
-                "function": {"name": call.name, "arguments": fields.spelled(call.arguments)},
+                "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
             }
             for call in message.tool_calls
         ]

@@ -92,14 +92,15 @@ class Reader:
         self.body: dict[str, Any] = body
         self.session = session
         self.sampling: dict[str, Any] = {}
-        self._overruled: set[str] = set()
+        self.overruled: set[str] = set()
+        """The fields that are set and have no effect, because the spec decides."""
         for name, value in body.items():
             if value is None or name in fields.handled or name in fields.without_effect:
                 continue
             if name in fields.sampling:
                 self._sample(name, value, fields.sampling[name])
             elif name in fields.decided:
-                self._overruled.add(name)
+                self.overruled.add(name)
             elif name in fields.neutral:
                 self.neutral(name, value, fields.neutral[name], fields.ignorable.get(name, ""))
             else:
@@ -107,15 +108,6 @@ class Reader:
         if body.get("model") != session.model:
             text = f"the model {body.get('model')!r} does not exist; the only model is {session.model!r}"
             raise ApiError(text, param="model", status=404, code="model_not_found")
-
-    @property
-    def overruled(self) -> list[str]:
-        """The fields that are set and have no effect, because the spec decides."""
-        return sorted(self._overruled)
-
-    def overrule(self, name: str) -> None:
-        """Note that a field has no effect."""
-        self._overruled.add(name)
 
     def neutral(self, at: str, value: Any, allowed: Collection[Any], ignorable: str = "", reported: str = "") -> None:
         """Refuse a value that would change the reply (not null or `allowed`), unless the spec ignores the field.
@@ -125,7 +117,7 @@ class Reader:
         if value is None or any(value == item and type(value) is type(item) for item in allowed):
             return
         if ignorable in self.session.ignore:
-            self._overruled.add(reported or at)
+            self.overruled.add(reported or at)
             return
         only = " or ".join(json.dumps(item) for item in allowed)
         text = (
@@ -148,7 +140,7 @@ class Reader:
             text = f"`{name}` is not supported: leave it out, or write `allow: [{known}]` in the spec's `agent`"
             raise ApiError(text, param=name)
         else:
-            self._overruled.add(name)
+            self.overruled.add(name)
 
     def flag(self, name: str, inside: Mapping[str, Any] | None = None) -> bool:
         """Read true, false or null."""
@@ -190,7 +182,7 @@ class Reader:
             replies=replies,
             stream=self.flag("stream"),
             sampling=self.sampling,
-            overruled=self.overruled,
+            overruled=sorted(self.overruled),
             body=self.body,
             logprobs=logprobs,
         )
@@ -293,8 +285,3 @@ def call(id_: Any, name: Any, given: Any, at: str, keys: tuple[str, str, str]) -
         name=identifier(name, f"{at}.{keys[1]}"),
         arguments=arguments(given, f"{at}.{keys[2]}"),
     )
-
-
-def spelled(given: Mapping[str, Any]) -> str:
-    """The arguments of a call as JSON text."""
-    return json.dumps(given, ensure_ascii=False)

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from hashlib import sha256
 from typing import Any
 
 from engine.plugins.agents.wire import fields
-from engine.plugins.agents.wire.api import Event
 from engine.plugins.agents.wire.fields import Fields, Reader
-from engine.plugins.agents.wire.requests import ApiError, ModelReply, ModelRequest, Replies, Session, Stored
+from engine.plugins.agents.wire.requests import (
+    ApiError,
+    Event,
+    ModelApi,
+    ModelReply,
+    ModelRequest,
+    Replies,
+    Session,
+    Stored,
+)
 from engine.schemas.message import ContentPart, Message, TextPart, ToolCall
 
 FIELDS = Fields(
@@ -50,7 +59,7 @@ _TOOL_KEYS = frozenset({"cache_control", "eager_input_streaming", "type"})
 """Keys of a tool that change nothing of the reply."""
 
 
-class Messages:
+class Messages(ModelApi):
     """Anthropic's Messages. See `ModelApi`."""
 
     path = "/v1/messages"
@@ -158,7 +167,7 @@ def _choice(reader: Reader) -> None:
     for name, value in (reader.body.get("output_config") or {}).items():
         at = f"output_config.{name}"
         if name == "effort" and value is not None:
-            reader.overrule(at)
+            reader.overruled.add(at)
         else:
             reader.neutral(at, value, (), "response_format" if name == "format" else "")
 
@@ -312,7 +321,7 @@ _DELTAS: dict[str, Any] = {
     ),
     "tool_use": lambda block: (
         block | {"input": {}},
-        [{"type": "input_json_delta", "partial_json": fields.spelled(block["input"])}],
+        [{"type": "input_json_delta", "partial_json": json.dumps(block["input"], ensure_ascii=False)}],
     ),
 }
 """By type: a block that has begun, and the rest of it."""

@@ -1,9 +1,11 @@
-"""What a request of any model API says, what its replies are, and the error of one that cannot be answered."""
+"""What a request of any model API says, what its replies are, the error of one that cannot be answered, and what an API is."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -117,3 +119,55 @@ class Replies(Struct, frozen=True, kw_only=True):
     """Unique: the episode's id and the first turn. Each API writes its own prefix before it."""
     created: int
     replies: list[ModelReply]
+
+
+class Event(Struct, frozen=True, kw_only=True):
+    """One event of a stream."""
+
+    data: Mapping[str, Any] | str
+    """JSON, or a text as it is."""
+    name: str = ""
+    """Its `event:` line; empty: it has none."""
+
+    def written(self) -> bytes:
+        """The event as server-sent events have it."""
+        text = self.data if isinstance(self.data, str) else json.dumps(self.data)
+        return (f"event: {self.name}\n" if self.name else "").encode() + b"data: " + text.encode() + b"\n\n"
+
+
+class ModelApi(ABC):
+    """One model API. To add one: write its class in a file of its own, and add it to `APIS` (apis.py)."""
+
+    path: ClassVar[str]
+    """The path of its requests for replies."""
+    required_header: ClassVar[str] = ""
+    """A header that its requests must have; empty: none."""
+
+    @abstractmethod
+    def read(self, body: Any, session: Session) -> ModelRequest:
+        """Read a request.
+
+        Args:
+            body: Its JSON value.
+            session: What it is read with.
+
+        Raises:
+            ApiError: A field is missing, invalid or not supported.
+        """
+
+    @abstractmethod
+    def whole(self, request: ModelRequest, made: Replies, session: Session) -> dict[str, Any]:
+        """Write the replies as one JSON object, and store what later requests may refer to."""
+
+    @abstractmethod
+    def events(self, request: ModelRequest, made: Replies, session: Session) -> Iterator[Event]:
+        """Write the replies as the events of a stream."""
+
+    def fault(self, fault: ApiError) -> dict[str, Any]:
+        """Write an error as the body of an answer: here as OpenAI's APIs do."""
+        kind = "invalid_request_error" if fault.status < 500 else "server_error"
+        return {"error": {"message": fault.message, "type": kind, "param": fault.param, "code": fault.code}}
+
+    def fault_event(self, fault: ApiError) -> Event:
+        """Write an error as an event of a stream that has begun."""
+        return Event(data=self.fault(fault))

@@ -6,6 +6,7 @@ put together into replies again: the ids of items are not needed.
 
 from __future__ import annotations
 
+import json
 import re
 from base64 import b64decode, b64encode
 from binascii import Error as Base64Error
@@ -14,10 +15,18 @@ from dataclasses import replace
 from typing import Any
 
 from engine.plugins.agents.wire import fields
-from engine.plugins.agents.wire.api import Event
 from engine.plugins.agents.wire.fields import Fields, Reader
-from engine.plugins.agents.wire.requests import ApiError, ModelReply, ModelRequest, Replies, Session, Stored
-from engine.schemas.message import ContentPart, ImagePart, Message, TextPart
+from engine.plugins.agents.wire.requests import (
+    ApiError,
+    Event,
+    ModelApi,
+    ModelReply,
+    ModelRequest,
+    Replies,
+    Session,
+    Stored,
+)
+from engine.schemas.message import ContentPart, Message, TextPart
 
 FIELDS = Fields(
     handled=frozenset(
@@ -75,11 +84,10 @@ _OWN_CALL = re.compile(r"call_(\d+)_\d+")
 """Ids of calls that the engine writes; the number is the turn."""
 
 
-class Responses:
+class Responses(ModelApi):
     """OpenAI's Responses. See `ModelApi`."""
 
     path = "/v1/responses"
-    required_header = ""
 
     def read(self, body: Any, session: Session) -> ModelRequest:
         """See `ModelApi`."""
@@ -110,7 +118,7 @@ class Responses:
         body = request.body
         if body.get("store") is not False:
             began = 1 if body.get("instructions") is not None else 0
-            session.stored[_id(made)] = Stored(
+            session.stored[f"resp_{made.id}"] = Stored(
                 messages=[*request.messages[began:], reply.message]
             )  # without instructions
         response = _frame(request, made, session)
@@ -147,11 +155,6 @@ class Responses:
         for number, (kind, data) in enumerate(steps):
             yield Event(data={"type": kind, "sequence_number": number, **data}, name=kind)
 
-    def fault(self, fault: ApiError) -> dict[str, Any]:
-        """See `ModelApi`."""
-        kind = "invalid_request_error" if fault.status < 500 else "server_error"
-        return {"error": {"message": fault.message, "type": kind, "param": fault.param, "code": fault.code}}
-
     def fault_event(self, fault: ApiError) -> Event:
         """See `ModelApi`. The client raises an error where the event has `error`."""
         event = {"type": "error", "code": fault.code, "message": fault.message, "param": fault.param}
@@ -161,7 +164,10 @@ class Responses:
 def _options(reader: Reader) -> None:
     """Read the fields that have parts."""
     body = reader.body
-    for number, name in enumerate(_list(body.get("include"), "include")):
+    included = body.get("include") or []
+    if not isinstance(included, list):
+        raise ApiError("`include` must be a list", param="include")
+    for number, name in enumerate(included):
         if not isinstance(name, str) or name not in _INCLUDED:
             at = f"include[{number}]"
             raise ApiError(f"`{at}`: {name!r} is not supported: leave it out", param=at)
@@ -175,12 +181,6 @@ def _options(reader: Reader) -> None:
     text = body.get("text") or {}
     reader.neutral("text.format", text.get("format"), ({"type": "text"},), "response_format")
     reader.neutral("text.verbosity", text.get("verbosity"), ("medium",), "verbosity")
-
-
-def _list(value: Any, at: str) -> list[Any]:
-    if value is not None and not isinstance(value, list):
-        raise ApiError(f"`{at}` must be a list", param=at)
-    return value or []
 
 
 def _tool(reader: Reader, tool: dict[str, Any], at: str) -> dict[str, Any]:
@@ -297,12 +297,8 @@ def _part(part: dict[str, Any], at: str, *, images: bool) -> ContentPart:
             raise ApiError(f"`{at}.detail` is not supported: leave it out", param=f"{at}.detail")
         if part.get("file_id"):
             raise ApiError(f"`{at}.file_id` is not supported: use `image_url`", param=f"{at}.file_id")
-        return _image(part, at)
+        return fields.image(part.get("image_url"), f"{at}.image_url")
     raise ApiError(f"`{at}` has the type {part.get('type')!r}, which is not supported here", param=at)
-
-
-def _image(part: dict[str, Any], at: str) -> ImagePart:
-    return fields.image(part.get("image_url"), f"{at}.image_url")
 
 
 def _said_part(part: dict[str, Any], at: str) -> ContentPart:
@@ -314,15 +310,11 @@ def _said_part(part: dict[str, Any], at: str) -> ContentPart:
 # --- replies ----------------------------------------------------------------------------------------------
 
 
-def _id(made: Replies) -> str:
-    return f"resp_{made.id}"
-
-
 def _frame(request: ModelRequest, made: Replies, session: Session) -> dict[str, Any]:
     """A response that has begun."""
     body = request.body
     return {
-        "id": _id(made),
+        "id": f"resp_{made.id}",
         "object": "response",
         "created_at": float(made.created),
         "status": "in_progress",
@@ -363,7 +355,7 @@ def _items(reply: ModelReply, id_: str, *, encrypted: bool, logprobs: bool) -> l
         items.append({"id": f"msg_{id_}", "type": "message", "role": "assistant", "status": status, "content": content})
     for index, call in enumerate(message.tool_calls):
         item = {"id": f"fc_{id_}_{index}", "type": "function_call", "status": status, "call_id": call.id}
-        items.append(item | {"name": call.name, "arguments": fields.spelled(call.arguments)})
+        items.append(item | {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)})
     return items
 
 

@@ -1,11 +1,17 @@
-"""The list of models, as OpenAI and Anthropic write it."""
+"""The model APIs that the endpoint serves, and the list of its one model, as OpenAI and Anthropic write it."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from engine.plugins.agents.wire.requests import ApiError, Session
+from engine.plugins.agents.wire.chat import ChatCompletions
+from engine.plugins.agents.wire.messages import Messages
+from engine.plugins.agents.wire.requests import ApiError, ModelApi, Session
+from engine.plugins.agents.wire.responses import Responses
 
+CHAT, MESSAGES = ChatCompletions(), Messages()
+APIS: dict[str, ModelApi] = {api.path: api for api in (CHAT, Responses(), MESSAGES)}
+"""By path."""
 MODELS_PATH = "/v1/models"
 
 
