@@ -25,8 +25,7 @@ import yaml
 
 from engine.backends.backend import Backend
 from engine.backends.registry import open_backend
-from engine.plugins.agents.admission import Admission
-from engine.plugins.agents.connection import Connection
+from engine.plugins.agents.connection import Admission, Connection
 from engine.runner.runner import Runner
 from engine.schemas.generation import GenerateRequest, SamplingParams
 from engine.schemas.message import Message

@@ -1,15 +1,15 @@
 """Agent programs: unmodified programs that speak to a model API, whose requests are the turns of an episode.
 
-spec.py         the section `agent`; facts.py: the rows of its action and its preset in the tables of the core
+spec.py         the section `agent`; facts.py: what other parts of the engine know of it; rules.py: its rules of `engine validate`
 action.py       the action `run_agent`: gives the program the newest reply, and waits for its next request or its end
-agent_run.py    one program and its rewards at the end; process.py, keeper.py, command.py, confined.py, coroutine.py: what runs
+agent_run.py    starts the program of one episode; its rewards at the end
+program.py      one program: what runs, its requests, its end; command.py, keeper.py, confined.py: a program that is a shell command
 record.py       the journal record of a request or an end
-threads.py      where a request continues in the conversation, by echo.py
+threads.py      where a request continues in the conversation
 prefetch.py     samples replies to requests that wait
 service.py      what it adds to each episode's objects
-server.py       the endpoint; connection.py, admission.py, inbox.py: its requests; wire/: the model APIs
-rewards.py      rewards that a program gives; served.py: a program that runs elsewhere
-spec_facts.py   what the section means for other parts of a spec; rules.py: its rules of `engine validate`
+server.py       the endpoint; connection.py, inbox.py: its requests; wire/: the model APIs
+rewards.py      rewards that a program gives
 """
 
 from engine.plugin import Plugin, Section
@@ -26,6 +26,6 @@ PLUGIN = Plugin(
     hooks={
         "open_service": "engine.plugins.agents.service:open_service",
         "reward_source": "engine.plugins.agents.agent_run:reward_source",
-        "spec_facts": "engine.plugins.agents.spec_facts:facts",
+        "spec_facts": "engine.plugins.agents.facts:spec_facts",
     },
 )

@@ -16,9 +16,8 @@ from engine.actions.reward_source import PROGRAM, RewardSource
 from engine.errors import SpecCodeError
 from engine.limits import CONTEXT, LIMITS, PROMPT_LIMITS
 from engine.plugins.agents.command import CommandProgram
-from engine.plugins.agents.coroutine import CoroutineProgram
 from engine.plugins.agents.inbox import Inbox
-from engine.plugins.agents.program import AgentProgram, ProgramBody, ProgramEnd
+from engine.plugins.agents.program import AgentProgram, CoroutineProgram, ProgramBody, ProgramEnd
 from engine.plugins.agents.rewards import SOURCE, read_end
 from engine.plugins.agents.service import ProgramObjects
 from engine.plugins.agents.spec import AgentSpec
@@ -35,7 +34,6 @@ if TYPE_CHECKING:
     from engine.actions.action import EpisodeObjects
     from engine.actions.calling.workers import Workers
     from engine.episode.episode import Episode
-    from engine.plugins.agents.prefetch import PrefetchingSampler
     from engine.plugins.agents.record import AgentRecord
     from engine.plugins.agents.threads import AgentThreads
     from engine.schemas.episode import EpisodeSpec
@@ -71,7 +69,6 @@ class AgentRun(AgentProgram):
         session = Session(allow=frozenset(spec.allow), ignore=frozenset(spec.ignore), logprobs=logprobs)
         super().__init__(body, seconds, Inbox(session, episode.id, spec.reward_names), spec.idle or inf)
         self._spec, self._episode, self._bounds = spec, episode, bounds
-        self.ahead: PrefetchingSampler | None = None
         self.record: AgentRecord | None = None
         self.asked_at = -1
         self.ended = False

@@ -8,14 +8,12 @@ All that it writes lies in one file system in memory, so `disk` counts it togeth
 
 from __future__ import annotations
 
-import base64
 import os
 import re
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from engine.plugins.agents.keeper import NO_FOLDER
 from engine.plugins.agents.spec import AgentSandbox
@@ -121,10 +119,6 @@ class Confined(Struct, frozen=True, kw_only=True):
     """Maximum number of its files."""
     uid: int | None
     """The user that it becomes; None: the engine's own. `close` gives it back."""
-
-    def for_keeper(self) -> dict[str, Any]:
-        """The keys of the keeper's protocol."""
-        return {"reads": [base64.b64encode(data).decode() for data in self.reads], "files": self.files}
 
     def close(self) -> None:
         """Give the user back."""

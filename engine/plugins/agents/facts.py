@@ -1,4 +1,4 @@
-"""The action `run_agent` and the preset `agent`: what the tables of the core have. It imports neither the section nor the action."""
+"""What other parts of the engine know of `agent`: its action, its preset, what its section means. The section and the action are imported when asked for."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING
 
 from engine.actions.action_facts import ActionFacts
 from engine.machine.preset import CUT_SHORT, DONE, GENERATING, PENDING, Preset
+from engine.schemas.entry import Entry
 from engine.schemas.machine import MachineSpec, StateSpec, TransitionSpec
+from engine.spec.added import AddedCode, SpecFacts
 
 if TYPE_CHECKING:
     from engine.schemas.episode import EpisodeSpec
@@ -44,3 +46,31 @@ AGENT = Preset(
         ],
     ),
 )
+
+
+def spec_facts(spec: EpisodeSpec) -> SpecFacts:
+    """The hook `spec_facts`: what `agent` means for other parts of a spec, its coroutine, its rewards, and where its programs run."""
+    from engine.plugins.agents.spec import AgentSpec
+
+    agent = AgentSpec.section_of(spec)
+    if agent is None:
+        return SpecFacts()
+    code: tuple[AddedCode, ...] = ()
+    if agent.use is not None:
+        code = (
+            AddedCode(
+                path=("agent",),
+                entry=Entry(use=agent.use, with_=agent.with_),
+                part="agent",
+                takes=(),
+                keywords=("task", "base_url", "key", "model"),
+                isolated=False,
+                awaited="write it with `async def`, or start a program with `run`",
+            ),
+        )
+    message = "agent programs that run elsewhere have one endpoint"
+    return SpecFacts(
+        code=code,
+        rewards=tuple(agent.reward_names),
+        one_process=((message, ("agent",), "set `rollout.drivers: 1`"),) if agent.elsewhere else (),
+    )

@@ -1,4 +1,4 @@
-"""One agent program: its requests, in the order in which they are answered, and its end.
+"""One agent program: what runs, its requests in the order in which they are answered, and its end.
 
 Invariant: after `stop` the program does not run, its key is refused, and its waiting requests are answered with an error.
 """
@@ -6,13 +6,18 @@ Invariant: after `stop` the program does not run, its key is refused, and its wa
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import json
+from collections.abc import Awaitable, Callable, Mapping
 from math import inf
-from typing import Protocol
+from typing import TYPE_CHECKING, Any
 
+from engine.errors import SpecCodeError
 from engine.plugins.agents.inbox import Exchange, Inbox
 from engine.plugins.agents.wire.requests import MODEL, ApiError, Replies, Session
 from engine.schemas.base import Struct
+
+if TYPE_CHECKING:
+    from engine.plugins.agents.prefetch import PrefetchingSampler
 
 _PATIENCE = 10.0
 """Seconds for which a resume waits for the recorded request while the program has sent others."""
@@ -38,48 +43,159 @@ class ProgramEnd(Struct, frozen=True, kw_only=True):
     """The JSON of its reward; None if it gave none."""
 
 
-class ProgramBody(Protocol):
-    """What runs: a process (command.py) or a coroutine (coroutine.py)."""
+class ProgramBody:
+    """What runs: a process (command.py), a coroutine, or a program elsewhere."""
 
-    ended: asyncio.Future[int]
-    """Its exit status; done when nothing of it runs any more. Exists after `start`."""
+    output = ""
+    """The end of what it wrote."""
+
+    def __init__(self) -> None:
+        self.ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        """Its exit status; done when nothing of it runs any more."""
 
     async def start(self, endpoint: Endpoint) -> None:
         """Start it. Raises OSError if that is not possible."""
-        ...
+        raise NotImplementedError
 
     async def stop(self) -> None:
         """End it with everything that it started; a second call does nothing."""
-        ...
-
-    @property
-    def output(self) -> str:
-        """The end of what it wrote."""
-        ...
 
     async def reward(self) -> str | None:
         """The JSON of its reward; None if it gave none."""
-        ...
+        raise NotImplementedError
 
     async def close(self) -> None:
         """Remove what it left; a second call does nothing."""
-        ...
 
 
-class SampledAhead(Protocol):
-    """Replies that are sampled while another request is answered."""
+Call = Callable[[Mapping[str, Any]], Awaitable[Any]]
+"""Calls the spec's function with keyword arguments. Raises SpecCodeError for what it raises."""
 
-    def begin(self, exchange: Exchange) -> None:
-        """Begin to sample the replies to a request, if limits allow it; a second call does nothing."""
-        ...
 
-    def has_begun(self, exchange: Exchange) -> bool:
-        """Whether a reply to a request is being sampled, or was."""
-        ...
+class CoroutineProgram(ProgramBody):
+    """A coroutine of the spec's code, on a loop of its own (`engine.actions.calling.workers`): it is cancelled at its end. It ends with
+    status 0 if it returns, and with status 1 if it raises.
 
-    def is_ready(self, exchange: Exchange) -> bool:
-        """Whether the first reply to a request was sampled, or failed."""
-        ...
+    Args:
+        call: Calls it.
+        task: Its task.
+        passes: The errors that are not the program's, and that `ended` raises.
+    """
+
+    def __init__(self, call: Call, task: Mapping[str, Any], passes: type[BaseException]) -> None:
+        super().__init__()
+        self._call, self._task, self._passes = call, task, passes
+        self._returned: Any = None
+        self._running: asyncio.Task[None] | None = None
+
+    async def start(self, endpoint: Endpoint) -> None:
+        """Start it."""
+        arguments = {
+            "task": self._task,
+            "base_url": f"{endpoint.address}/v1",
+            "key": endpoint.key,
+            "model": endpoint.model,
+        }
+        self._running = asyncio.create_task(self._run(arguments))
+
+    async def _run(self, arguments: Mapping[str, Any]) -> None:
+        try:
+            self._returned = await self._call(arguments)
+            self.ended.set_result(0)
+        except self._passes as error:
+            self.ended.set_exception(error)
+            self.ended.exception()
+        except SpecCodeError as error:
+            self.output = str(error)
+            self.ended.set_result(1)
+        finally:
+            if not self.ended.done():
+                self.ended.set_result(1)
+
+    async def stop(self) -> None:
+        """Cancel it."""
+        if self._running is not None:
+            self._running.cancel()
+            await asyncio.wait([self._running])
+
+    async def reward(self) -> str | None:
+        """The JSON of what it returned; None if it returned None or has not returned."""
+        if self._returned is None:
+            return None
+        try:
+            return json.dumps(self._returned)
+        except (TypeError, ValueError):
+            return repr(self._returned)
+
+
+class ServedProgram(ProgramBody):
+    """A program elsewhere: it gets its endpoint over HTTP, and says itself when it has ended (`engine serve --api`). The engine cannot end it,
+    and refuses its key from then on.
+
+    Args:
+        task: Its task.
+    """
+
+    def __init__(self, task: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.task = task
+        self.endpoint: asyncio.Future[Endpoint] = asyncio.get_running_loop().create_future()
+        """Where it reaches the model; done when it may begin."""
+        self._reward: str | None = None
+        self._abandoned = False
+
+    async def start(self, endpoint: Endpoint) -> None:
+        """Let it begin."""
+        self.endpoint.set_result(endpoint)
+
+    def end(self, status: int, reward: str | None) -> None:
+        """Note that it has ended, with the JSON of its reward. A second call does nothing."""
+        if not self.ended.done():
+            self._reward = reward
+            self.ended.set_result(status)
+
+    def abandon(self) -> None:
+        """Note that its episode is given up, so that it fails."""
+        self._abandoned = True
+        self.end(-1, None)
+
+    async def reward(self) -> str | None:
+        """The JSON of its reward.
+
+        Raises:
+            SpecCodeError: Its episode was given up.
+        """
+        if self._abandoned:
+            raise SpecCodeError("the program gave its episode up", blame="environment", kind="agent_abandoned")
+        return self._reward
+
+
+class ServedPrograms:
+    """The programs elsewhere whose episodes are open, by episode id."""
+
+    def __init__(self) -> None:
+        self._expected: dict[str, asyncio.Future[ServedProgram]] = {}
+
+    def expect(self, episode: str) -> asyncio.Future[ServedProgram]:
+        """Expect the program of an episode that is opened now; done when the episode needs it."""
+        self._expected[episode] = asyncio.get_running_loop().create_future()
+        return self._expected[episode]
+
+    def body(self, episode: str, task: Mapping[str, Any]) -> ServedProgram:
+        """The program of an episode that needs it now.
+
+        Raises:
+            SpecCodeError: The episode was not opened, or begins again: its program has the key of the first time.
+        """
+        expected = self._expected.pop(episode, None)
+        if expected is None:
+            raise SpecCodeError(
+                "the episode had to begin again, and its program elsewhere cannot", blame="engine", kind="agent_lost"
+            )
+        program = ServedProgram(task)
+        if not expected.done():
+            expected.set_result(program)
+        return program
 
 
 class AgentProgram:
@@ -95,8 +211,8 @@ class AgentProgram:
     def __init__(self, body: ProgramBody, seconds: float, inbox: Inbox | None = None, idle: float = inf) -> None:
         self.inbox = inbox or Inbox(Session())
         """Its requests."""
-        self.inbox.on_request = self._came
-        self.ahead: SampledAhead | None = None
+        self.inbox.on_request = self._begin_ahead
+        self.ahead: PrefetchingSampler | None = None
         """Samples replies ahead; None: requests are answered one after the other."""
         self.current: Exchange | None = None
         """The request that is answered now."""
@@ -168,7 +284,7 @@ class AgentProgram:
             return ready
         return None if any(map(ahead.has_begun, waiting)) else waiting[0]  # a limit stops those that are left
 
-    def _came(self, exchange: Exchange) -> None:
+    def _begin_ahead(self, exchange: Exchange) -> None:
         """Begin to sample the replies to a request that came while another one is answered."""
         if self.ahead is not None and (self.current is not None or len(self.inbox.waiting) > 1):
             self.ahead.begin(exchange)

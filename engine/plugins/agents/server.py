@@ -23,14 +23,13 @@ import structlog
 
 from engine.logs import Seldom
 from engine.plugins.agents import rewards
-from engine.plugins.agents.admission import Admission
-from engine.plugins.agents.connection import MAX_BODY, Connection, Head, read_json
+from engine.plugins.agents.connection import MAX_BODY, Admission, Connection, Head, read_json
 from engine.plugins.agents.wire.apis import APIS, CHAT, MESSAGES, MODELS_PATH, list_models, one_model
 from engine.plugins.agents.wire.requests import ApiError, ModelApi, ModelRequest, Session
 from engine.storable import valid_text, words_of
 
 if TYPE_CHECKING:
-    from engine.plugins.agents.inbox import Exchange
+    from engine.plugins.agents.inbox import Exchange, Inbox
 
 log = Seldom(structlog.get_logger(__name__))
 
@@ -47,39 +46,6 @@ _PAUSE = 0.1
 """Seconds after which connections are accepted again, where the system had no room for one and none could be closed."""
 _FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _REWARDS = (rewards.PATH, rewards.PATH.removeprefix("/v1"))
-
-
-class Answerer(Protocol):
-    """Answers the requests of one episode."""
-
-    session: Session
-    """What its requests are read with."""
-    refused: str
-    """Why the newest request that was refused was refused: the server writes it."""
-
-    def ask(self, request: ModelRequest, path: str, body: bytes, headers: Mapping[str, str]) -> Exchange:
-        """Begin to answer a request, or find the one that it repeats; see `Inbox`.
-
-        Raises:
-            ApiError: It cannot be answered.
-        """
-        ...
-
-    def count(self, request: ModelRequest) -> int:
-        """Count the tokens of the prompt that a request leads to; it is not answered.
-
-        Raises:
-            ApiError: They cannot be counted.
-        """
-        ...
-
-    def reward(self, body: Any) -> dict[str, Any]:
-        """Take a reward for a reply; see `Inbox`.
-
-        Raises:
-            ApiError: It cannot be written.
-        """
-        ...
 
 
 class Router(Protocol):
@@ -149,7 +115,7 @@ class AgentServer:
     """The server of one event loop. Use `server_of_loop`."""
 
     def __init__(self) -> None:
-        self._answerers: dict[str, Answerer] = {}
+        self._inboxes: dict[str, Inbox] = {}
         self._ended: dict[str, None] = {}
         """The newest keys that were closed."""
         self.admission = Admission()
@@ -179,10 +145,10 @@ class AgentServer:
             self._router = None
             self._close()
 
-    async def open(self, key: str, answerer: Answerer) -> str:
+    async def open(self, key: str, inbox: Inbox) -> str:
         """Take requests with a key. Returns the server's address, without a path."""
         async with self._opening:
-            self._answerers[key] = answerer
+            self._inboxes[key] = inbox
             self._listener = self._listener or self._listening("127.0.0.1", 0)
             return self._listener.address
 
@@ -204,12 +170,12 @@ class AgentServer:
     async def close(self, key: str) -> None:
         """Refuse requests with a key from now on; without keys, stop to listen."""
         async with self._opening:
-            if self._answerers.pop(key, None) is not None:
+            if self._inboxes.pop(key, None) is not None:
                 self._ended[key] = None
                 self.admission.forget_key(key)
             if len(self._ended) > _MOST_ENDED:
                 del self._ended[next(iter(self._ended))]
-            if not self._answerers and self._router is None:
+            if not self._inboxes and self._router is None:
                 self._close()
 
     def _listening(self, host: str, port: int) -> Listener:
@@ -241,7 +207,7 @@ class AgentServer:
         connection = Connection(reader, asyncio.StreamWriter(transport, protocol, reader, loop), self.admission, peer)
         self.admission.add(connection)
         try:
-            await _Service(self._answerers, self._ended, self._router, connection).run()
+            await _Service(self._inboxes, self._ended, self._router, connection).run()
         except (ConnectionError, h11.ProtocolError, asyncio.CancelledError):
             pass  # the other side has gone, or the server stops
         finally:
@@ -266,12 +232,12 @@ class _Service:
 
     def __init__(
         self,
-        answerers: Mapping[str, Answerer],
+        inboxes: Mapping[str, Inbox],
         ended: Mapping[str, None],
         router: Router | None,
         connection: Connection,
     ) -> None:
-        self._answerers, self._ended, self._router = answerers, ended, router
+        self._inboxes, self._ended, self._router = inboxes, ended, router
         self._connection = connection
         self._api: ModelApi = CHAT
         """The API of the current request."""
@@ -289,8 +255,8 @@ class _Service:
                 self._newest = None
                 await self._answer(head)
             except ApiError as fault:
-                if head is not None and head.key in self._answerers:
-                    self._answerers[head.key].refused = fault.message
+                if head is not None and head.key in self._inboxes:
+                    self._inboxes[head.key].refused = fault.message
                 await self._error(fault)
             except ConnectionError:
                 if self._newest is not None:
@@ -307,19 +273,19 @@ class _Service:
         anthropic = MESSAGES.required_header in headers or path.startswith(MESSAGES.path)
         self._api = APIS.get(path, MESSAGES if anthropic else CHAT)
         key, needed = head.key, self._api.required_header
-        answerer = self._answerers.get(key)
-        if answerer is None and key in self._ended and path in _REWARDS:
+        inbox = self._inboxes.get(key)
+        if inbox is None and key in self._ended and path in _REWARDS:
             raise ApiError("the episode is over", status=409, code="episode_over")
-        if answerer is None:
+        if inbox is None:
             raise ApiError("the key belongs to no running episode", status=401, code="invalid_api_key")
-        connection.claim(key)
+        connection.admission.claim(connection, key)
         if method in ("GET", "HEAD") and path == MODELS_PATH:
-            await connection.json(200, list_models(answerer.session, anthropic=anthropic))
+            await connection.json(200, list_models(inbox.session, anthropic=anthropic))
         elif method in ("GET", "HEAD") and path.startswith(f"{MODELS_PATH}/"):
             name = unquote(path.removeprefix(f"{MODELS_PATH}/"))
-            await connection.json(200, one_model(name, answerer.session, anthropic=anthropic))
+            await connection.json(200, one_model(name, inbox.session, anthropic=anthropic))
         elif method == "POST" and path in _REWARDS:
-            await connection.json(200, answerer.reward(_json(await connection.body(_MAX_REWARD))))
+            await connection.json(200, inbox.reward(_json(await connection.body(_MAX_REWARD))))
         elif method != "POST" or path not in (*APIS, MESSAGES.count_path):
             served = f"GET {MODELS_PATH}, POST {', '.join(APIS)}, {MESSAGES.count_path} and {rewards.PATH}"
             shown = valid_text(f"{method} {path}", 200)
@@ -327,15 +293,15 @@ class _Service:
         elif needed and needed not in headers:
             raise ApiError(f"the header `{needed}` is missing", param=needed)
         elif path == MESSAGES.count_path:
-            counted = answerer.count(MESSAGES.counted(_json(await connection.body(MAX_BODY)), answerer.session))
+            counted = inbox.count(MESSAGES.counted(_json(await connection.body(MAX_BODY)), inbox.session))
             await connection.json(200, {"input_tokens": counted})
         else:
-            await self._reply(answerer, head, await connection.body(MAX_BODY))
+            await self._reply(inbox, head, await connection.body(MAX_BODY))
 
-    async def _reply(self, answerer: Answerer, head: Head, body: bytes) -> None:
-        api, session = self._api, answerer.session
+    async def _reply(self, inbox: Inbox, head: Head, body: bytes) -> None:
+        api, session = self._api, inbox.session
         asked = api.read(_json(body), session)
-        exchange = answerer.ask(asked, head.path, body, head.headers)
+        exchange = inbox.ask(asked, head.path, body, head.headers)
         try:
             await (self._streamed if asked.stream else self._whole)(asked, exchange, api, session)
         except ConnectionError:

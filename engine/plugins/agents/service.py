@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from engine.actions.services import EpisodeService
 from engine.errors import SpecCodeError
 from engine.plugins.agents.prefetch import PrefetchingSampler
-from engine.plugins.agents.served import ServedPrograms
+from engine.plugins.agents.program import ServedPrograms
 from engine.plugins.agents.spec import AgentSpec
 
 if TYPE_CHECKING:

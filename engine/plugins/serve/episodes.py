@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from engine.errors import EngineError, SpecCodeError
+from engine.plugins.agents.program import ServedProgram, ServedPrograms
 from engine.plugins.agents.rewards import PATH as REWARD_PATH
 from engine.plugins.agents.rewards import read_end
-from engine.plugins.agents.served import ServedProgram, ServedPrograms
 from engine.plugins.agents.spec import AgentSpec
 from engine.plugins.serve.http import Answer, Call, JsonService, ServiceError
 from engine.store.store import episode_id_of

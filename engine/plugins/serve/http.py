@@ -172,7 +172,7 @@ class JsonService:
             if not any(hmac.compare_digest(head.key.encode(), each.encode()) for each in (self._token, key) if each):
                 text = "send `Authorization: Bearer TOKEN` with the token of this service"
                 raise ServiceError(401, text, "bad_token")
-            connection.claim(head.key)
+            connection.admission.claim(connection, head.key)
         if route.method != method:
             methods = " and ".join(each.method for each, _ in matches)
             raise ServiceError(405, f"{valid_text(head.path, 200)} takes {methods}", "bad_method")

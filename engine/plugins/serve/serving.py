@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from engine.backends.registry import open_backend
 from engine.cli.exits import stop_on_signals
 from engine.cli.run_report import Panel, print_summary, ticking
-from engine.plugins.agents.served import ServedPrograms
+from engine.plugins.agents.program import ServedPrograms
 from engine.plugins.agents.server import server_of_loop
 from engine.plugins.agents.spec import AgentSpec
 from engine.plugins.serve.episodes import ServedEpisodes

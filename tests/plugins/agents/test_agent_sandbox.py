@@ -19,7 +19,7 @@ from other_user import other_user
 from waiting import wait_until
 
 from engine.errors import SpecError
-from engine.plugins.agents import process
+from engine.plugins.agents import command
 from engine.plugins.agents.confined import confine
 from engine.plugins.agents.spec import AgentSandbox
 from engine.plugins.confinement.sandbox import refusal
@@ -164,7 +164,7 @@ async def test_no_secret_of_an_episode_is_in_the_table_of_processes_or_readable_
     temporary = tmp_path / ("temporary" * 12)  # longer than the address of a socket
     temporary.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
-    monkeypatch.setattr(process, "_kept", [])  # another keeper, whose folder is there
+    monkeypatch.setattr(command, "_kept", [])  # another keeper, whose folder is there
     program = """
 one = chat(ASK)
 while not os.path.exists("go"):
@@ -222,7 +222,7 @@ async def test_a_program_sees_its_own_files_and_no_secret_store_task_or_other_ep
     (tmp_path / "other.yaml").write_text("# a spec\nspec: episode/v1\nname: other\n")
     (tmp_path / "questions.jsonl").write_text('{"id": "a", "question": "Why?", "answer": "secret"}\n')
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
-    monkeypatch.setattr(process, "_kept", [])  # another keeper, whose folder is there
+    monkeypatch.setattr(command, "_kept", [])  # another keeper, whose folder is there
     program = """
 def readable(path):
     try:

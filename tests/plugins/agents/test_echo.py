@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.plugins.agents.echo import Continuation, EchoIndex
+from engine.plugins.agents.threads import Continuation, EchoIndex
 from engine.plugins.agents.wire.requests import ModelReply
 from engine.schemas.message import ImagePart, Message, TextPart, ToolCall
 

@@ -11,9 +11,8 @@ import httpx
 import pytest
 from slow_cases import slow_after
 
-from engine.plugins.agents.command import CommandProgram
+from engine.plugins.agents.command import MOST_OUTPUT, CommandProgram
 from engine.plugins.agents.inbox import Exchange
-from engine.plugins.agents.process import MOST_OUTPUT
 from engine.plugins.agents.program import AgentProgram, ProgramEnd
 from engine.plugins.agents.wire.requests import ApiError, ModelRequest, Replies
 from engine.schemas.message import Message
@@ -119,7 +118,7 @@ async def test_no_process_of_a_program_outlives_its_guard(tmp_path: Path) -> Non
 
 
 async def test_a_program_that_prints_without_end_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.plugins.agents.process.MOST_PRINTED", 1 << 20)
+    monkeypatch.setattr("engine.plugins.agents.command.MOST_PRINTED", 1 << 20)
     run = program(tmp_path, "yes & yes")
     await run.start()
     found = await asyncio.wait_for(run.next(), 60)

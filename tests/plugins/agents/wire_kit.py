@@ -10,9 +10,9 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from engine.plugins.agents.echo import Continuation, EchoIndex, tools_key
 from engine.plugins.agents.inbox import Exchange
 from engine.plugins.agents.server import server_of_loop
+from engine.plugins.agents.threads import Continuation, EchoIndex, tools_key
 from engine.plugins.agents.wire.requests import ApiError, ModelApi, ModelReply, ModelRequest, Replies, Session
 from engine.schemas.message import Message, ToolCall
 

@@ -16,7 +16,7 @@ from agent_kit import play, write_spec
 from stopping import Resumed, content
 
 from engine.backends.registry import open_backend
-from engine.plugins.agents.served import ServedPrograms
+from engine.plugins.agents.program import ServedPrograms
 from engine.plugins.agents.server import server_of_loop
 from engine.plugins.serve.episodes import ServedEpisodes
 from engine.runner.runner import Runner

@@ -15,8 +15,7 @@ from raw_http import SERVICES, Service, check_lives, connect, read_answer, send,
 from wire_kit import endpoint
 
 from engine.logs import Seldom
-from engine.plugins.agents.admission import BODY_SECONDS, HEAD_SECONDS, MAX_WAITING_BYTES
-from engine.plugins.agents.connection import MAX_BODY, MAX_VALUES
+from engine.plugins.agents.connection import BODY_SECONDS, HEAD_SECONDS, MAX_BODY, MAX_VALUES, MAX_WAITING_BYTES
 from engine.plugins.agents.server import server_of_loop
 
 FEW = 16
@@ -26,8 +25,8 @@ Link = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 @pytest.fixture(autouse=True)
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Smaller limits; `test_flooding_program.py` has the real ones."""
-    monkeypatch.setattr("engine.plugins.agents.admission.MAX_OF_KEY", FEW)
-    monkeypatch.setattr("engine.plugins.agents.admission.MAX_OF_PEER", FEW)
+    monkeypatch.setattr("engine.plugins.agents.connection.MAX_OF_KEY", FEW)
+    monkeypatch.setattr("engine.plugins.agents.connection.MAX_OF_PEER", FEW)
 
 
 @pytest_asyncio.fixture(params=SERVICES)
@@ -75,7 +74,7 @@ async def test_half_open_connections_of_a_peer_take_no_place_of_a_good_client(se
 @pytest.mark.skipif(sys.platform != "linux", reason="other addresses of this machine")
 async def test_half_open_connections_of_many_peers_are_limited_in_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """The peer that has most loses its oldest."""
-    monkeypatch.setattr("engine.plugins.agents.admission.MAX_WITHOUT_KEY", FEW)
+    monkeypatch.setattr("engine.plugins.agents.connection.MAX_WITHOUT_KEY", FEW)
     async with endpoint() as (address, _):
         host, port = address.removeprefix("http://").split(":")
         several = [await asyncio.open_connection(host, int(port), local_addr=("127.0.0.9", 0)) for _ in range(3)]
@@ -277,11 +276,11 @@ def test_a_kind_of_log_line_is_written_once_a_second(monkeypatch: pytest.MonkeyP
 FEW_DESCRIPTORS = """
 import asyncio, resource, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, (40, 80))
-from engine.plugins.agents import admission
+from engine.plugins.agents import connection
 from engine.plugins.agents.server import server_of_loop
 from engine.plugins.serve.http import JsonService
 if sys.argv[1] == "none left":  # what else the process has open may take the rest
-    admission.raise_descriptors = lambda: 1 << 16
+    connection.raise_descriptors = lambda: 1 << 16
 async def main():
     address = await server_of_loop().listen("127.0.0.1", 0, JsonService("token", lambda: {}))
     print(address, resource.getrlimit(resource.RLIMIT_NOFILE)[0], flush=True)
