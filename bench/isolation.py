@@ -18,8 +18,8 @@ from pathlib import Path
 from engine.actions.calling.host import CodeOrigin
 from engine.actions.calling.workers import Workers, call_spec_code
 from engine.environments.tools.calculator import calculate
-from engine.plugins.isolation.pool import FunctionTool, Isolation, RemoteFunction
-from engine.plugins.isolation.worker import Worker
+from engine.plugins.isolation.pool import Isolation
+from engine.plugins.isolation.workers import Worker
 from engine.schemas.entry import IsolationSpec
 
 USE = "engine.environments.tools.calculator:calculate"
@@ -50,14 +50,13 @@ async def main(isolation: Isolation, calls: int) -> None:
     workers = Workers()
     plain = partial(calculate, **ARGUMENTS)
     thread = await timed(lambda: call_spec_code(workers, plain, seconds=30, blame="tool", what="calculate"), calls)
-    pool = isolation.pool(PROCESS, functions=True)
-    tool = FunctionTool(RemoteFunction(CodeOrigin(use=USE, base=Path(), role="tool"), pool, "tool"), "calculate")
+    tool, _ = isolation.load(CodeOrigin(use=USE, base=Path(), role="tool"), PROCESS).tool()
     process = await timed(lambda: tool.call(ARGUMENTS, None, seconds=30, what="calculate"), calls)
     print(f"a call in a thread    {thread:8.0f} µs")
     print(f"a call in a worker    {process:8.0f} µs   {process / thread:.1f} times")
     started = []
     for _ in range(20):
-        worker = Worker(isolation._server, isolation.limits_of(PROCESS))
+        worker = Worker(isolation._zygote, isolation.limits_of(PROCESS))
         began = time.perf_counter()
         await worker.start()
         await worker.request("describe", USE, ".", None, seconds=30)
@@ -74,7 +73,7 @@ if __name__ == "__main__":
     parser.add_argument("--calls", type=int, default=2000)
     own = Isolation()
     began = time.perf_counter()
-    own.describe(USE, Path(), PROCESS)
+    own.load(CodeOrigin(use=USE, base=Path(), role="tool"), PROCESS)
     print(f"starting the zygote   {(time.perf_counter() - began) * 1e3:8.0f} ms, once a run")
     try:
         asyncio.run(main(own, parser.parse_args().calls))

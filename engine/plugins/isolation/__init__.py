@@ -1,9 +1,8 @@
 """`isolation: process`: environments, tools, users and functions of a spec in worker processes with limits.
 
-    server.py      the engine's side of the process that forks workers
-    zygote.py      that process: small, single-threaded, without torch
+    zygote.py      the process that forks workers: small, single-threaded, without torch
     child.py       code of a worker: import, build, call, answer
-    worker.py      the engine's side of one worker: a call, its deadline, the end of the process
+    workers.py     the engine's side of both: the zygote, a call of a worker, its deadline, the end of the process
     remote.py      objects and functions that live in workers
     pool.py        the host of the mode; assigns workers to objects and calls
     rules.py       its rule of `engine validate`

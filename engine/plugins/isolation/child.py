@@ -47,65 +47,6 @@ VALUE, RAISED, WRONG, INVALID, UNFIT = b"V", b"R", b"W", b"A", b"U"
 """First byte of an answer: a value, an exception, a value of a wrong type, invalid arguments, a value that JSON cannot hold."""
 
 
-class Served:
-    """The objects of one worker."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self.objects: dict[int, Any] = {}
-        self.tools: dict[tuple[int, str], tuple[Callable[..., Any], ToolShape]] = {}
-
-    def describe(self, use: str, base: str, name: str | None) -> dict[str, Any]:
-        """Describe an entry point without building it."""
-        target = load_entry(use, Path(base))
-        events = getattr(target, "events", None)
-        found: dict[str, Any] = {
-            "is_class": inspect.isclass(target),
-            "events": [str(event) for event in events] if isinstance(events, list | tuple) else None,
-            "effects": str(getattr(target, "effects", "pure")),
-            "tool": None,
-            "problem": None,
-        }
-        if not found["is_class"] and callable(target):
-            try:
-                found["tool"] = _shape_fields(shape_of(target, name))
-            except (TypeError, NameError, AttributeError, ValueError) as error:
-                found["problem"] = str(error)
-        return found
-
-    def prepare(self, use: str, base: str, with_: dict[str, Any], loads: str | None) -> None:
-        """Import an entry point, and load what all of its objects share."""
-        load_entry(use, Path(base))
-        if loads is not None:
-            load_entry(loads, Path(base))(**with_)
-
-    def build(self, id: int, use: str, base: str, with_: dict[str, Any], role: str, name: str | None) -> dict[str, Any]:
-        """Import an entry point, and build the object if it is a class."""
-        target = load_entry(use, Path(base))
-        if role in ("environment", "user") or (role == "tool" and inspect.isclass(target)):
-            thing = self._loop.run_until_complete(_made(target, with_)) if waits(target) else target(**with_)
-        else:
-            thing = partial(target, **with_) if with_ else target
-        self.objects[id] = thing
-        found: dict[str, Any] = {"has": [name for name in METHODS if callable(getattr(thing, name, None))], "tools": []}
-        if role == "tool":
-            found["tools"].append(self._tool(id, "", thing, name))
-        elif role == "environment" and "tools" in found["has"]:
-            found["tools"] += [self._tool(id, "", function, None) for function in thing.tools()]
-        return found
-
-    def _tool(self, id: int, where: str, function: Callable[..., Any], name: str | None) -> dict[str, Any]:
-        shape = shape_of(function, name)
-        self.tools[id, shape.name] = (function, shape)
-        return _shape_fields(shape)
-
-    def drop(self, id: int) -> None:
-        """Delete the references to an object."""
-        self.objects.pop(id, None)
-        for key in [key for key in self.tools if key[0] == id]:
-            del self.tools[key]
-
-
 def _shape_fields(shape: ToolShape) -> dict[str, Any]:
     return {"name": shape.name, "schema": shape.schema, "view": shape.view}
 
@@ -181,17 +122,22 @@ def _text(error: BaseException) -> str:
         return "<its message cannot be read>"
 
 
-class Server:
-    """One worker: reads a request, writes its answer, then reads the next."""
+class WorkerCode:
+    """The objects of one worker: reads a request, writes its answer, then reads the next."""
 
     def __init__(self, channel: socket.socket) -> None:
         self._channel = channel
         self._loop = asyncio.new_event_loop()
         asyncio.set_event_loop(self._loop)
-        self._served = Served(self._loop)
+        self._objects: dict[int, Any] = {}
+        self._tools: dict[tuple[int, str], tuple[Callable[..., Any], ToolShape]] = {}
 
     def run(self) -> None:
         """Serve until the engine closes the channel."""
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.reconfigure(line_buffering=True, errors="backslashreplace")  # type: ignore[union-attr]
+        faulthandler.enable()
         while True:
             request = self._loop.run_until_complete(self._receive())
             if request is None:
@@ -206,14 +152,13 @@ class Server:
                 with contextlib.suppress(Exception):
                     stream.flush()
             left = _left().encode("utf-8", "replace")[:_MAX_LEFT]
-            self._send(bytes([len(left)]) + left + answer)
-
-    async def _receive(self) -> bytes | None:
-        self._channel.setblocking(False)
-        header = await self._exactly(4)
-        return None if header is None else await self._exactly(struct.unpack("<I", header)[0])
+            reply = bytes([len(left)]) + left + answer
+            self._channel.setblocking(True)
+            self._channel.sendall(struct.pack("<I", len(reply)) + reply)
 
     async def _exactly(self, count: int) -> bytes | None:
+        """So many bytes from the channel; None: it is closed."""
+        self._channel.setblocking(False)
         parts = []
         while count > 0:
             part = await self._loop.sock_recv(self._channel, min(count, 1 << 20))
@@ -223,36 +168,36 @@ class Server:
             count -= len(part)
         return b"".join(parts)
 
-    def _send(self, answer: bytes) -> None:
-        self._channel.setblocking(True)
-        self._channel.sendall(struct.pack("<I", len(answer)) + answer)
+    async def _receive(self) -> bytes | None:
+        header = await self._exactly(4)
+        return None if header is None else await self._exactly(struct.unpack("<I", header)[0])
 
     def _answer(self, request: tuple[Any, ...]) -> bytes:
         what, cpu, *rest = request
         if cpu is not None:
             limit_cpu(cpu)
         if what == "describe":
-            return VALUE + json.dumps(self._served.describe(*rest)).encode()
+            return VALUE + json.dumps(self.describe(*rest)).encode()
         if what == "prepare":
-            self._served.prepare(*rest)
+            self.prepare(*rest)
             return VALUE + b"null"
         if what == "build":
-            return VALUE + json.dumps(self._served.build(*rest)).encode()
+            return VALUE + json.dumps(self.build(*rest)).encode()
         if what == "drop":
             id, closes = rest
             if closes:
-                self._finished(self._served.objects[id].close)
-            self._served.drop(id)
+                self._finished(self._objects[id].close)
+            self.drop(id)
             return VALUE + b"null"
         if what == "tool":
             return VALUE + self._call_tool(*rest)
         id, method, arguments, expects = rest
-        target = self._served.objects[id]
+        target = self._objects[id]
         function = target if method == "__call__" else getattr(target, method)
         return VALUE + _encoded(self._finished(function, *arguments), expects)
 
     def _call_tool(self, id: int, name: str, arguments: dict[str, Any], view: Any, calls: bool) -> bytes:
-        function, shape = self._served.tools[id, name]
+        function, shape = self._tools[id, name]
         try:
             assert shape.arguments is not None
             checked = vars(shape.arguments.model_validate(arguments))
@@ -268,6 +213,61 @@ class Server:
         """Return the result of a call; an `async` one is awaited."""
         value = function(*arguments, **named)
         return self._loop.run_until_complete(_waited(value)) if inspect.isawaitable(value) else value
+
+    # --- what requests ask for
+
+    def describe(self, use: str, base: str, name: str | None) -> dict[str, Any]:
+        """Describe an entry point without building it."""
+        target = load_entry(use, Path(base))
+        events = getattr(target, "events", None)
+        description: dict[str, Any] = {
+            "is_class": inspect.isclass(target),
+            "events": [str(event) for event in events] if isinstance(events, list | tuple) else None,
+            "effects": str(getattr(target, "effects", "pure")),
+            "tool": None,
+            "problem": None,
+        }
+        if not description["is_class"] and callable(target):
+            try:
+                description["tool"] = _shape_fields(shape_of(target, name))
+            except (TypeError, NameError, AttributeError, ValueError) as error:
+                description["problem"] = str(error)
+        return description
+
+    def prepare(self, use: str, base: str, with_: dict[str, Any], loads: str | None) -> None:
+        """Import an entry point, and load what all of its objects share."""
+        load_entry(use, Path(base))
+        if loads is not None:
+            load_entry(loads, Path(base))(**with_)
+
+    def build(self, id: int, use: str, base: str, with_: dict[str, Any], role: str, name: str | None) -> dict[str, Any]:
+        """Import an entry point, and build the object if it is a class."""
+        target = load_entry(use, Path(base))
+        if role in ("environment", "user") or (role == "tool" and inspect.isclass(target)):
+            thing = self._loop.run_until_complete(_made(target, with_)) if waits(target) else target(**with_)
+        else:
+            thing = partial(target, **with_) if with_ else target
+        self._objects[id] = thing
+        description: dict[str, Any] = {
+            "has": [name for name in METHODS if callable(getattr(thing, name, None))],
+            "tools": [],
+        }
+        if role == "tool":
+            description["tools"].append(self._tool(id, "", thing, name))
+        elif role == "environment" and "tools" in description["has"]:
+            description["tools"] += [self._tool(id, "", function, None) for function in thing.tools()]
+        return description
+
+    def _tool(self, id: int, where: str, function: Callable[..., Any], name: str | None) -> dict[str, Any]:
+        shape = shape_of(function, name)
+        self._tools[id, shape.name] = (function, shape)
+        return _shape_fields(shape)
+
+    def drop(self, id: int) -> None:
+        """Delete the references to an object."""
+        self._objects.pop(id, None)
+        for key in [key for key in self._tools if key[0] == id]:
+            del self._tools[key]
 
 
 async def _made(target: Callable[..., Any], with_: dict[str, Any]) -> Any:
@@ -289,12 +289,3 @@ def _left() -> str:
     except OSError:
         return ""
     return f"{len(children)} child processes" if len(children) > MAX_CHILDREN else ""
-
-
-def serve(channel: socket.socket) -> None:
-    """Serve until the channel closes."""
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):
-            stream.reconfigure(line_buffering=True, errors="backslashreplace")  # type: ignore[union-attr]
-    faulthandler.enable()
-    Server(channel).run()

@@ -36,9 +36,7 @@ from engine.plugins.isolation.remote import (
     read_error,
     shape_from,
 )
-from engine.plugins.isolation.server import IsolationError, Limits, Server, run_in_new_loop
-from engine.plugins.isolation.worker import Worker, WorkerLost
-from engine.schemas.base import Struct
+from engine.plugins.isolation.workers import IsolationError, Limits, Worker, WorkerLost, ZygoteClient, run_in_new_loop
 from engine.schemas.entry import IsolationSpec
 from engine.spec.code.entry import EntryError
 from engine.spec.code.signature import ToolShape
@@ -57,23 +55,11 @@ FUNCTION_WORKERS = 64
 """Maximum number of workers of one function if `isolation.workers` is not set."""
 
 
-class Described(Struct, frozen=True, kw_only=True):
-    """Description of an entry point that has not been built."""
-
-    is_class: bool
-    events: tuple[str, ...]
-    effects: Effects
-    shape: ToolShape | None
-    """Shape of a function as a tool."""
-    problem: str | None
-    """Reason why a function is not a tool."""
-
-
 class Pool:
     """The workers of one entry point."""
 
-    def __init__(self, server: Server, limits: Limits, most: int | None) -> None:
-        self._server = server
+    def __init__(self, zygote: ZygoteClient, limits: Limits, most: int | None) -> None:
+        self._zygote = zygote
         self._limits = limits
         self._most = None if most is None else asyncio.Semaphore(most)
         self._idle: list[tuple[Cell, RemoteObject | None]] = []
@@ -88,12 +74,7 @@ class Pool:
             if cell.reusable:
                 return cell, function
             cell.kill()
-        return Cell(self._server, self._limits), None
-
-    async def hold(self, origin: CodeOrigin, *, pure: bool, blame: Blame) -> HeldObject:
-        """Return an unbuilt object with a cell that it holds until its release."""
-        cell, _ = await self.take()
-        return HeldObject(origin, cell, self, pure=pure, blame=blame)
+        return Cell(self._zygote, self._limits), None
 
     def give(self, cell: Cell, use: str, function: RemoteObject | None = None) -> None:
         """Return a cell that held `use` to the pool."""
@@ -113,45 +94,10 @@ class Pool:
             cell.kill()
 
 
-class HeldObject(RemoteObject):
-    """An object of one episode, with the worker that it holds."""
-
-    def __init__(self, origin: CodeOrigin, cell: Cell, pool: Pool | None, *, pure: bool, blame: Blame) -> None:
-        super().__init__(origin, cell, pure=pure, blame=blame)
-        self._pool = pool
-
-    @property
-    def close(self) -> Release:
-        """Closes it and returns its worker."""
-        return Release(self)
-
-    async def release(self, seconds: float) -> None:
-        """Close it and return its worker. Raises a SpecCodeError if its `close` failed."""
-        try:
-            await self.discard(seconds)
-        except BaseException:
-            self._cell.kill()
-            raise
-        finally:
-            pool, self._pool = self._pool, None
-            if pool is not None:
-                pool.give(self._cell, self._origin.use)
-
-
-class Release(HostedCallable):
-    """The end of an object that holds a worker."""
-
-    def __init__(self, held: HeldObject) -> None:
-        self._held = held
-
-    async def call(self, arguments: Sequence[Any], *, seconds: float | None, blame: Blame, what: str) -> None:
-        """See `HeldObject.release`."""
-        assert seconds is not None
-        await self._held.release(seconds)
-
-
 class RemoteFunction(HostedCallable):
-    """A function in workers: a scorer, or a custom action."""
+    """A function in workers: a scorer, a custom action or a tool. It has no state, so the end of a worker loses only one call."""
+
+    lost = False
 
     def __init__(self, origin: CodeOrigin, pool: Pool, expects: str) -> None:
         self._origin = origin
@@ -175,53 +121,66 @@ class RemoteFunction(HostedCallable):
         async with self.leased(blame) as function:
             return await function.ask("__call__", arguments, self._expects, seconds=seconds, blame=blame, what=what)
 
-
-class FunctionTool(RemoteTool):
-    """A plain function as a tool. It has no state, so the end of a worker loses only one call."""
-
-    def __init__(self, function: RemoteFunction, name: str) -> None:
-        self._function = function
-        self._name = name
-
-    @property
-    def lost(self) -> bool:
-        """Always False, because it has no state."""
-        return False
-
-    async def check(self, arguments: Mapping[str, Any], *, seconds: float, what: str) -> None:
-        """Raise `InvalidArguments` if they do not match the signature."""
-        async with self._function.leased("tool") as function:
-            await function.ask_tool(self._name, arguments, None, False, seconds=seconds, what=what)
-
-    async def call(self, arguments: Mapping[str, Any], view: EpisodeView | None, *, seconds: float, what: str) -> Any:
-        """Check the arguments, call it and return its ToolReply."""
-        async with self._function.leased("tool") as function:
-            return await function.ask_tool(self._name, arguments, view, True, seconds=seconds, what=what)
+    async def ask_tool(
+        self,
+        name: str,
+        arguments: Mapping[str, Any],
+        view: EpisodeView | None,
+        calls: bool,
+        *,
+        seconds: float,
+        what: str,
+    ) -> Any:
+        """See `RemoteObject.ask_tool`."""
+        async with self.leased("tool") as function:
+            return await function.ask_tool(name, arguments, view, calls, seconds=seconds, what=what)
 
 
 class ProcessCode(SpecCode):
-    """An entry point that is imported and built only in worker processes."""
+    """An entry point that is imported and built only in worker processes.
 
-    def __init__(self, origin: CodeOrigin, described: Described, pool: Pool) -> None:
+    Args:
+        origin: The entry point.
+        description: What a worker says of it (`WorkerCode.describe`).
+        limits: The limits of its workers.
+        zygote: Starts them.
+        workers: Maximum number of its workers; None: that of a function for a function, and none for a class.
+
+    Raises:
+        IsolationError: the description is not one.
+    """
+
+    def __init__(
+        self, origin: CodeOrigin, description: bytes, limits: Limits, zygote: ZygoteClient, workers: int | None
+    ) -> None:
         super().__init__(origin)
-        self.is_class, self.events, self.effects = described.is_class, described.events, described.effects
-        self.described = described
-        self._pool = pool
+        try:
+            answer = json.loads(description)
+            self.is_class = bool(answer["is_class"])
+            self.events = tuple(str(event) for event in answer["events"] or ())
+            self.effects = _EFFECTS[answer["effects"]]
+            self._shape = None if answer["tool"] is None else shape_from(answer["tool"])
+            self._problem = str(answer["problem"] or "it cannot be called")
+        except (ValueError, KeyError, TypeError) as error:
+            raise IsolationError(f"the worker that imported `{origin.use}` described it wrongly: {error}") from error
+        is_function = origin.role == "function" or (origin.role == "tool" and not self.is_class)
+        self.pool = Pool(zygote, limits, workers or (FUNCTION_WORKERS if is_function else None))
 
     def function(self, answer: str) -> HostedCallable:
         """See `SpecCode.function`."""
-        return RemoteFunction(self.origin, self._pool, answer)
+        return RemoteFunction(self.origin, self.pool, answer)
 
     def tool(self) -> tuple[HostedTool, ToolShape]:
         """See `SpecCode.tool`."""
-        shape = self.described.shape
-        if shape is None:
-            raise bad_tool(f"tools: `{self.origin.use}`", self.described.problem or "it cannot be called")
-        return FunctionTool(RemoteFunction(self.origin, self._pool, "tool"), shape.name), shape
+        if self._shape is None:
+            raise bad_tool(f"tools: `{self.origin.use}`", self._problem)
+        return RemoteTool(RemoteFunction(self.origin, self.pool, "tool"), self._shape.name), self._shape
 
-    async def build(self, blame: Blame, effects: Effects, seconds: float) -> HeldObject:
+    async def build(self, blame: Blame, effects: Effects, seconds: float) -> RemoteObject:
         """See `SpecCode.build`."""
-        return await _opened(await self._pool.hold(self.origin, pure=effects == "pure", blame=blame), seconds)
+        cell, _ = await self.pool.take()
+        held = RemoteObject(self.origin, cell, pure=effects == "pure", blame=blame, returned=self.pool.give)
+        return await held.open_or_release(seconds)
 
 
 class CodeInCell(SpecCode):
@@ -243,10 +202,10 @@ class CodeInCell(SpecCode):
         owner = RemoteObject(self.origin, self._cell, pure=True, blame="tool")
         return RemoteTool(owner, shape.name), replace(shape, arguments=None)
 
-    async def build(self, blame: Blame, effects: Effects, seconds: float) -> HeldObject:
+    async def build(self, blame: Blame, effects: Effects, seconds: float) -> RemoteObject:
         """See `SpecCode.build`."""
-        held = HeldObject(self.origin, self._cell, None, pure=effects == "pure", blame=blame)
-        return await _opened(held, seconds)
+        held = RemoteObject(self.origin, self._cell, pure=effects == "pure", blame=blame)
+        return await held.open_or_release(seconds)
 
 
 class OneWorker(EpisodeHost):
@@ -264,20 +223,11 @@ class OneWorker(EpisodeHost):
         self._cell.kill()
 
 
-async def _opened(held: HeldObject, seconds: float) -> HeldObject:
-    """Build an object in its worker; if that fails, the worker is returned."""
-    try:
-        return await held.open(seconds)
-    except BaseException:
-        await held.release(seconds)
-        raise
-
-
 class Isolation(CodeHost):
     """Worker processes for the code of one or several specs. `close` kills them all."""
 
     def __init__(self) -> None:
-        self._server = Server()
+        self._zygote = ZygoteClient()
         self._warned = False
 
     def load(self, origin: CodeOrigin, isolation: IsolationSpec) -> ProcessCode:
@@ -287,70 +237,48 @@ class Isolation(CodeHost):
             EntryError: it cannot be imported, or importing it ends the process or takes too long.
             IsolationError: a limit cannot take effect here.
         """
-        described = self.describe(origin.use, origin.base, isolation, origin.name)
-        functions = origin.role == "function" or (origin.role == "tool" and not described.is_class)
-        return ProcessCode(origin, described, self.pool(isolation, functions=functions))
-
-    def apart(self, base: Path) -> OneWorker:
-        """See `CodeHost.apart`."""
-        self._server.folders.update((str(base.resolve()), str(Path().resolve())))
-        return OneWorker(Cell(self._server, self.limits_of(IsolationSpec(mode="process", user="engine"))))
-
-    def limits_of(self, spec: IsolationSpec) -> Limits:
-        """A spec's limits, with defaults for omitted ones."""
-        return Limits(spec.memory or MEMORY, spec.cpu, spec.output or OUTPUT, spec.processes, spec.user)
-
-    def describe(self, use: str, base: Path, spec: IsolationSpec, name: str | None = None) -> Described:
-        """Import an entry point in a worker and describe it. Blocks; for use at the start of a run.
-
-        Raises:
-            EntryError: it cannot be imported, or importing it ends the process or takes too long.
-            IsolationError: a limit cannot take effect here.
-        """
-        self._server.folders.update((str(base.resolve()), str(Path().resolve())))
-        described: Described = run_in_new_loop(lambda: self._describe(use, base, self.limits_of(spec), name))
-        if self._server.reads_as_root and not self._warned:
+        self._zygote.folders.update((str(origin.base.resolve()), str(Path().resolve())))
+        limits = self.limits_of(isolation)
+        description: bytes = run_in_new_loop(lambda: self._describe(origin, limits))
+        if self._zygote.reads_as_root and not self._warned:
             self._warned = True
             log.warning(
                 "workers may read every file that root can read, because only root can read the engine's files",
                 fix="chmod o+rx the folders above the interpreter and the spec",
             )
-        return described
+        return ProcessCode(origin, description, limits, self._zygote, isolation.workers)
 
-    async def _describe(self, use: str, base: Path, limits: Limits, name: str | None) -> Described:
-        worker = Worker(self._server, limits)
+    def apart(self, base: Path) -> OneWorker:
+        """See `CodeHost.apart`."""
+        self._zygote.folders.update((str(base.resolve()), str(Path().resolve())))
+        return OneWorker(Cell(self._zygote, self.limits_of(IsolationSpec(mode="process", user="engine"))))
+
+    def limits_of(self, spec: IsolationSpec) -> Limits:
+        """A spec's limits, with defaults for omitted ones."""
+        return Limits(spec.memory or MEMORY, spec.cpu, spec.output or OUTPUT, spec.processes, spec.user)
+
+    async def _describe(self, origin: CodeOrigin, limits: Limits) -> bytes:
+        """Import an entry point in a worker, which describes it."""
+        worker = Worker(self._zygote, limits)
         try:
             await worker.start()
             try:
-                data = await worker.request("describe", use, str(base), name, seconds=START_SECONDS)
+                data = await worker.request(
+                    "describe", origin.use, str(origin.base), origin.name, seconds=START_SECONDS
+                )
             except WorkerLost as lost:
                 printed = f"; it printed: {lost.printed.strip()[-400:]}" if lost.printed.strip() else ""
-                raise EntryError(f"importing `{use}` in a worker process {lost.words}{printed}") from None
+                raise EntryError(f"importing `{origin.use}` in a worker process {lost.words}{printed}") from None
         finally:
             worker.kill("described")
-            self._server.detach()
+            self._zygote.detach()
         if data[:1] == RAISED:
             raised = read_error(data[1:])
             raise EntryError(
-                raised["message"] if raised["kind"] == EntryError.kind else f"`{use}`: {raised['message']}"
+                raised["message"] if raised["kind"] == EntryError.kind else f"`{origin.use}`: {raised['message']}"
             )
-        try:
-            answer = json.loads(data[1:]) if data[:1] == VALUE else {}
-            events = answer["events"]
-            return Described(
-                is_class=bool(answer["is_class"]),
-                events=() if events is None else tuple(str(event) for event in events),
-                effects=_EFFECTS[answer["effects"]],
-                shape=None if answer["tool"] is None else shape_from(answer["tool"]),
-                problem=None if answer["problem"] is None else str(answer["problem"]),
-            )
-        except (ValueError, KeyError, TypeError) as error:
-            raise IsolationError(f"the worker that imported `{use}` described it wrongly: {error}") from error
-
-    def pool(self, spec: IsolationSpec, *, functions: bool) -> Pool:
-        """Return the pool of one entry point."""
-        return Pool(self._server, self.limits_of(spec), spec.workers or (FUNCTION_WORKERS if functions else None))
+        return data[1:] if data[:1] == VALUE else b"{}"
 
     def close(self) -> None:
         """Kill every worker. A second call has no effect."""
-        self._server.close()
+        self._zygote.close()

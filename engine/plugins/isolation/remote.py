@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
 from typing import TYPE_CHECKING, Any, Self
@@ -19,14 +19,14 @@ from pydantic import TypeAdapter, ValidationError
 from engine.actions.calling.host import CodeOrigin, HostedCallable, HostedObject, HostedTool, InvalidArguments
 from engine.errors import SpecCodeError
 from engine.plugins.isolation.child import INVALID, RAISED, UNFIT, VALUE, WRONG
-from engine.plugins.isolation.server import Limits, Server
-from engine.plugins.isolation.worker import Worker, WorkerLost
+from engine.plugins.isolation.workers import Limits, Worker, WorkerLost, ZygoteClient
 from engine.schemas.environment import EpisodeView, ProgramSettings, Reset, Step, ToolReply, UserTurn
 from engine.schemas.reward import RewardEvent
 from engine.spec.code.entry import EntryError
 from engine.spec.code.signature import ToolShape
 
 if TYPE_CHECKING:
+    from engine.plugins.isolation.pool import RemoteFunction
     from engine.schemas.trajectory import Blame
 
 START_SECONDS = 120.0
@@ -55,8 +55,8 @@ class RemoteError(Exception):
 class Cell:
     """Holds one worker at a time."""
 
-    def __init__(self, server: Server, limits: Limits) -> None:
-        self._server = server
+    def __init__(self, zygote: ZygoteClient, limits: Limits) -> None:
+        self._zygote = zygote
         self._limits = limits
         self.memory = limits.memory
         self.cause: SpecCodeError | None = None
@@ -69,7 +69,7 @@ class Cell:
         """Return the worker, or a new one if it died."""
         if self.worker is None or not self.worker.alive:
             self.worker = None
-            self.worker = await Worker(self._server, self._limits).start()
+            self.worker = await Worker(self._zygote, self._limits).start()
         return self.worker
 
     @property
@@ -90,24 +90,36 @@ class Cell:
 
 
 class RemoteObject(HostedObject):
-    """One object in a worker. Its methods are attributes, like those of the object itself."""
+    """One object in a worker. Its methods are attributes, like those of the object itself.
 
-    def __init__(self, origin: CodeOrigin, cell: Cell, *, pure: bool, blame: Blame) -> None:
+    Args:
+        origin: Its entry point.
+        cell: Its worker.
+        pure: Whether it has no state between calls.
+        blame: Whose fault an error of its constructor is.
+        returned: Called at its end with the cell and the entry point.
+    """
+
+    def __init__(
+        self,
+        origin: CodeOrigin,
+        cell: Cell,
+        *,
+        pure: bool,
+        blame: Blame,
+        returned: Callable[[Cell, str], None] | None = None,
+    ) -> None:
         self._origin = origin
         self._cell = cell
         self._pure = pure
         self._blame = blame
+        self._returned = returned
         self._id = next(_ids)
         self._worker: Worker | None = None
         self._has: frozenset[str] = frozenset()
         self.shapes: list[ToolShape] = []
         """Shapes of the tool that it is, or of the tools that it offers."""
         self.opened = False
-
-    @property
-    def use(self) -> str:
-        """Its entry point."""
-        return self._origin.use
 
     @property
     def lost(self) -> bool:
@@ -133,6 +145,14 @@ class RemoteObject(HostedObject):
         async with self._cell.lock:
             await self._build(seconds)
         return self
+
+    async def open_or_release(self, seconds: float) -> Self:
+        """Build it; if that fails, its worker is returned. Raises as `open`."""
+        try:
+            return await self.open(seconds)
+        except BaseException:
+            await self.release(seconds)
+            raise
 
     async def _build(self, seconds: float | None) -> None:
         worker = await self._cell.live()
@@ -281,24 +301,48 @@ class RemoteObject(HostedObject):
             self._cell.cause = error
         return error
 
-    async def discard(self, seconds: float) -> None:
-        """Call its `close`, if it has one, and delete it in its worker.
+    @property
+    def close(self) -> HostedCallable:
+        """Closes it and returns its worker."""
+        return Release(self)
+
+    async def release(self, seconds: float) -> None:
+        """Call its `close`, if it has one, delete it in its worker, and return the worker.
 
         Raises:
             SpecCodeError: its `close` failed; the worker is then killed.
         """
-        worker = self._worker
-        if worker is None or not worker.alive or worker is not self._cell.worker:
-            return
-        what = f"`{self._origin.use}`.close"
-        async with self._cell.lock:
-            try:
-                data = await worker.request("drop", self._id, "close" in self._has, seconds=seconds)
-            except WorkerLost as lost:
-                raise self._failure(lost, what, self._blame) from None
-        if data[:1] != VALUE:
+        try:
+            worker = self._worker
+            if worker is None or not worker.alive or worker is not self._cell.worker:
+                return
+            what = f"`{self._origin.use}`.close"
+            async with self._cell.lock:
+                try:
+                    data = await worker.request("drop", self._id, "close" in self._has, seconds=seconds)
+                except WorkerLost as lost:
+                    raise self._failure(lost, what, self._blame) from None
+            if data[:1] != VALUE:
+                self._value(data, "none", what, self._blame)
+        except BaseException:
             self._cell.kill()
-            self._value(data, "none", what, self._blame)
+            raise
+        finally:
+            returned, self._returned = self._returned, None
+            if returned is not None:
+                returned(self._cell, self._origin.use)
+
+
+class Release(HostedCallable):
+    """The end of an object in a worker."""
+
+    def __init__(self, held: RemoteObject) -> None:
+        self._held = held
+
+    async def call(self, arguments: Sequence[Any], *, seconds: float | None, blame: Blame, what: str) -> None:
+        """See `RemoteObject.release`."""
+        assert seconds is not None
+        await self._held.release(seconds)
 
 
 class RemoteMethod(HostedCallable):
@@ -317,9 +361,8 @@ class RemoteMethod(HostedCallable):
 class RemoteTool(HostedTool):
     """A tool of an object in a worker."""
 
-    def __init__(self, owner: RemoteObject, name: str) -> None:
-        self._owner = owner
-        self._name = name
+    def __init__(self, owner: RemoteObject | RemoteFunction, name: str) -> None:
+        self._owner, self._name = owner, name
 
     @property
     def lost(self) -> bool:

@@ -140,7 +140,7 @@ class Zygote:
             confine.apply(planned)
             from engine.plugins.isolation import child
 
-            child.serve(socket.socket(fileno=channel))
+            child.WorkerCode(socket.socket(fileno=channel)).run()
             status = 0
         except BaseException as error:  # noqa: BLE001  (reported before the process ends)
             with contextlib.suppress(OSError):

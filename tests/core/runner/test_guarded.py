@@ -229,8 +229,8 @@ async def killed(times: int) -> None:
     last = 0
     while times:
         asking = guard._current
-        if asking is not None and (child := asking.child) is not None and child.pid != last:
-            last, times = child.pid, times - 1
+        if asking is not None and (child := asking.child) is not None and child.process.pid != last:
+            last, times = child.process.pid, times - 1
             os.kill(last, signal.SIGKILL)
         await asyncio.sleep(0)
 
@@ -270,7 +270,7 @@ async def test_a_run_that_is_stopped_while_its_guard_hangs_loses_nothing(
     while child is None:
         child = None if guard._current is None else guard._current.child
         await asyncio.sleep(0)
-    os.kill(child.pid, signal.SIGSTOP)
+    os.kill(child.process.pid, signal.SIGSTOP)
     assert not running.done()
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -279,7 +279,7 @@ async def test_a_run_that_is_stopped_while_its_guard_hangs_loses_nothing(
     with resumed.store(tmp_path / "runs") as store:
         assert not list(store.trajectories())
         assert len(ways(store)) == 3
-    os.kill(child.pid, signal.SIGCONT)
+    os.kill(child.process.pid, signal.SIGCONT)
     result = await resumed.run(tmp_path / "runs")
     assert result.summary.trainable == 1
     assert spec_code.CALLS["asked"] == asked

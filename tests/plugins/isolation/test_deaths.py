@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from engine.plugins.isolation.server import IsolationError
+from engine.plugins.isolation.workers import IsolationError
 from engine.schemas.trajectory import Trajectory
 from engine.spec.code.entry import EntryError
 from engine.spec.load import load_spec
