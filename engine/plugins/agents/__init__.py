@@ -2,12 +2,11 @@
 
 spec.py         the section `agent`; facts.py: what other parts of the engine know of it; rules.py: its rules of `engine validate`
 action.py       the action `run_agent`: gives the program the newest reply, and waits for its next request or its end
-agent_run.py    starts the program of one episode; its rewards at the end
+agent_run.py    starts the program of one episode, and adds it to the episode's objects; its rewards at the end
 program.py      one program: what runs, its requests, its end; command.py, keeper.py, confined.py: a program that is a shell command
 record.py       the journal record of a request or an end
 threads.py      where a request continues in the conversation
 prefetch.py     samples replies to requests that wait
-service.py      what it adds to each episode's objects
 server.py       the endpoint; connection.py, inbox.py: its requests; wire/: the model APIs
 rewards.py      rewards that a program gives
 """
@@ -24,7 +23,7 @@ PLUGIN = Plugin(
     records={"agent": "engine.plugins.agents.record:AgentRecord"},
     rules=("engine.plugins.agents.rules",),
     hooks={
-        "open_service": "engine.plugins.agents.service:open_service",
+        "open_service": "engine.plugins.agents.agent_run:open_service",
         "reward_source": "engine.plugins.agents.agent_run:reward_source",
         "spec_facts": "engine.plugins.agents.facts:spec_facts",
     },

@@ -14,13 +14,19 @@ from engine.actions.action import Action, EpisodeObjects, post_rewards
 from engine.actions.generate import GenerateAction
 from engine.episode.episode import UNRECEIVED, Episode
 from engine.errors import ImageError, RenderError, SpecCodeError
-from engine.plugins.agents.agent_run import AgentRewards, AgentRun, AgentStarter, only_source, require_reward
+from engine.plugins.agents.agent_run import (
+    AgentRewards,
+    AgentRun,
+    AgentStarter,
+    ProgramObjects,
+    only_source,
+    require_reward,
+)
 from engine.plugins.agents.inbox import Exchange
 from engine.plugins.agents.program import ProgramEnd
 from engine.plugins.agents.record import AgentRecord
 from engine.plugins.agents.rewards import SOURCE
 from engine.plugins.agents.server import now
-from engine.plugins.agents.service import ProgramObjects
 from engine.plugins.agents.spec import AgentSpec
 from engine.plugins.agents.threads import AgentThreads, newest_reply
 from engine.plugins.agents.wire.requests import ApiError, Replies

@@ -1,9 +1,9 @@
-"""Starts the program of one episode, as a process or a coroutine; its rewards at the end."""
+"""Starts the program of one episode, as a process or a coroutine, with what an episode's objects have of it; its rewards at the end."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
 from pathlib import Path
@@ -13,13 +13,14 @@ from engine.actions.calling.code_call import LoopReplacedError
 from engine.actions.calling.workers import call_spec_code, is_async, on_main_loop
 from engine.actions.record_filters import in_memory
 from engine.actions.reward_source import PROGRAM, RewardSource
+from engine.actions.services import EpisodeService
 from engine.errors import SpecCodeError
 from engine.limits import CONTEXT, LIMITS, PROMPT_LIMITS
 from engine.plugins.agents.command import CommandProgram
 from engine.plugins.agents.inbox import Inbox
-from engine.plugins.agents.program import AgentProgram, CoroutineProgram, ProgramBody, ProgramEnd
+from engine.plugins.agents.prefetch import PrefetchingSampler
+from engine.plugins.agents.program import AgentProgram, CoroutineProgram, ProgramBody, ProgramEnd, ServedPrograms
 from engine.plugins.agents.rewards import SOURCE, read_end
-from engine.plugins.agents.service import ProgramObjects
 from engine.plugins.agents.spec import AgentSpec
 from engine.plugins.agents.wire.requests import ApiError, ModelRequest, Session
 from engine.rewards.ledger import REWARD
@@ -33,9 +34,11 @@ from engine.spec.code.entry import load_entry
 if TYPE_CHECKING:
     from engine.actions.action import EpisodeObjects
     from engine.actions.calling.workers import Workers
+    from engine.actions.services import ServiceInputs
     from engine.episode.episode import Episode
     from engine.plugins.agents.record import AgentRecord
     from engine.plugins.agents.threads import AgentThreads
+    from engine.schemas.environment import Task
     from engine.schemas.episode import EpisodeSpec
     from engine.spec.load import LoadedSpec
     from engine.tokens.template import ChatTemplate
@@ -128,6 +131,18 @@ class AgentRun(AgentProgram):
     async def close(self) -> None:
         """Stop the program; a second call does nothing."""
         await self.stop()
+
+
+@dataclass(slots=True)
+class ProgramObjects:
+    """The part of an episode's objects that belongs to its program."""
+
+    run: AgentRun | None = None
+    """The program, once it has been started."""
+    sampler: PrefetchingSampler | None = None
+    """The episode's sampler."""
+    elsewhere: ServedPrograms | None = None
+    """The programs that run elsewhere; None: the spec's own program is started."""
 
 
 class AgentStarter:
@@ -262,6 +277,42 @@ class AgentStarter:
             what=f"`{self._spec.use}`",
             effects=self._spec.effects,
         )
+
+
+class AgentService(EpisodeService):
+    """Opens the episodes of one spec.
+
+    Args:
+        agent: The spec's `agent`.
+        elsewhere: The programs that run elsewhere, instead of the spec's.
+    """
+
+    def __init__(self, agent: AgentSpec, elsewhere: ServedPrograms | None) -> None:
+        self._agent, self._elsewhere = agent, elsewhere
+
+    def check(self) -> None:
+        """Refuse a spec without a program where none runs elsewhere. Raises: SpecCodeError."""
+        if self._agent.elsewhere and self._elsewhere is None:
+            raise SpecCodeError(
+                "`agent` has neither `run` nor `use`, so its programs run elsewhere: open episodes with `engine serve --api`",
+                blame="spec",
+                kind="agent_elsewhere",
+            )
+
+    async def open(self, task: Task | None, objects: EpisodeObjects) -> None:
+        """Let the program's requests be sampled ahead."""
+        program = objects.part(ProgramObjects)
+        program.elsewhere = self._elsewhere
+        if objects.sampler is not None:
+            objects.sampler = program.sampler = PrefetchingSampler(objects.sampler)
+
+
+def open_service(inputs: ServiceInputs) -> AgentService | None:
+    """The hook `open_service`."""
+    agent = AgentSpec.section_of(inputs.loaded.spec)
+    if agent is None:
+        return None
+    return AgentService(agent, next((item for item in inputs.given if isinstance(item, ServedPrograms)), None))
 
 
 class AgentRewards(RewardSource):

@@ -28,6 +28,8 @@ from engine.plugins.confinement.confine import Confinement, Refused
 from engine.processes.system import MessageSocket, adopt_orphans, send_signal, take_streams
 
 _SWEEPS = 8
+_CHANNEL = 3
+"""The descriptor over which a worker gets its requests."""
 
 
 @dataclass
@@ -133,14 +135,17 @@ class Zygote:
             for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, signal.SIG_DFL)
             take_streams(output, keep=[channel])
-            os.set_inheritable(channel, False)
+            if channel != _CHANNEL:
+                os.dup2(channel, _CHANNEL)
+                os.close(channel)
+            os.set_inheritable(_CHANNEL, False)
             if folder is not None:
                 os.environ.update(HOME=folder, TMPDIR=folder)
                 tempfile.tempdir = None
             confine.apply(planned)
             from engine.plugins.isolation import child
 
-            child.WorkerCode(socket.socket(fileno=channel)).run()
+            child.WorkerCode(socket.socket(fileno=_CHANNEL)).run()
             status = 0
         except BaseException as error:  # noqa: BLE001  (reported before the process ends)
             with contextlib.suppress(OSError):

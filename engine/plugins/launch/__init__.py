@@ -1,7 +1,7 @@
 """Servers that a run starts itself (`backend.launch`): commands, processes, health, logs, restarts.
 
 servers.py            starts, watches and ends servers; warden.py: the process between the engine and a server
-sglang.py, vllm.py    the commands of servers
+commands.py           the commands of servers
 """
 
 from engine.plugin import Plugin
@@ -9,5 +9,8 @@ from engine.plugin import Plugin
 PLUGIN = Plugin(
     name="launch",
     about="Starts SGLang and vLLM servers for a run",
-    launchers={"sglang": "engine.plugins.launch.sglang:launch", "vllm": "engine.plugins.launch.vllm:launch"},
+    launchers={
+        "sglang": "engine.plugins.launch.commands:launch_sglang",
+        "vllm": "engine.plugins.launch.commands:launch_vllm",
+    },
 )

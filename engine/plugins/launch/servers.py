@@ -14,13 +14,14 @@ import urllib.request
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 from urllib.error import URLError
 
 import structlog
 
 from engine.errors import BackendError
 from engine.processes.system import script
+from engine.tokens.catalogue import cache_root
 
 log = structlog.get_logger(__name__)
 
@@ -46,14 +47,6 @@ class ServerCommand:
     """Variables that are added to the engine's environment."""
     gpus: tuple[int, ...]
     """Indexes of its GPUs, among those that this process sees; empty: none."""
-
-
-def server_commands(
-    argv: Callable[[int], Sequence[str]], indexes: Sequence[int], tp: int, env: dict[str, str]
-) -> list[ServerCommand]:
-    """One command for each `tp` of the GPUs; one without a GPU if there is none."""
-    groups = [tuple(indexes[start : start + tp]) for start in range(0, len(indexes), tp)] or [()]
-    return [ServerCommand(argv, env, gpus) for gpus in groups]
 
 
 class LaunchedServer:
@@ -83,7 +76,8 @@ class LaunchedServer:
             self._reserved = None
         self.log = folder / f"server-{self._number}.log"
         argv = list(self._command.argv(self.port))
-        with _open_log(self.log) as output:
+        opened = os.open(self.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        with os.fdopen(opened, "ab") as output:
             output.write(f"--- {' '.join(argv)}\n".encode())
             output.flush()
             try:
@@ -190,7 +184,8 @@ class LaunchedServers:
                 "name other GPUs in `gpus`",
                 kind="launch",
             )
-        folder = folder or default_logs()
+        if folder is None:
+            folder = cache_root() / "servers" / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
         _gpus_in_use.update(self._gpus)
         self._leased = True
         await asyncio.to_thread(folder.mkdir, mode=0o700, parents=True, exist_ok=True)
@@ -250,17 +245,6 @@ async def _cancel(tasks: Sequence[asyncio.Task[None]]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _open_log(path: Path) -> BinaryIO:
-    return open(path, "ab", opener=lambda file, flags: os.open(file, flags, 0o600))
-
-
-def default_logs() -> Path:
-    """A folder for logs of servers that belong to no run."""
-    from engine.tokens.catalogue import cache_root
-
-    return cache_root() / "servers" / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
 
 
 def _visible(gpus: tuple[int, ...]) -> dict[str, str]:

@@ -1,8 +1,7 @@
 """Results of many rows that are made before a run, in several processes, and kept on disk: `tasks.overlong`.
 
 overlong.py         leaves tasks out, or refuses them, whose prompt leaves no room for a turn
-processes.py        `prepare`: jobs in order, from the cache, in this process or in several
-cache.py            results on disk, under the digest of everything that they depend on
+jobs.py             `prepare`: jobs in order, from the results on disk, in this process or in several
 
 The results do not depend on the number of processes, nor on what the cache holds. A job that fails in a worker is done again in
 this process, so errors are those of one process.

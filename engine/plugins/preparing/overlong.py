@@ -1,7 +1,7 @@
 """Tasks whose prompt leaves no room for a turn: refused, or left out and counted, before the run (`tasks.overlong`).
 
 Prompts that are surely short enough are not tokenised: a token is at least one byte. The others are tokenised in parts, in several
-processes where that takes long, and their lengths are kept on disk (see `processes.py`).
+processes where that takes long, and their lengths are kept on disk (see `jobs.py`).
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ import structlog
 
 from engine.actions.calling.workers import is_async
 from engine.errors import EngineError, SpecError
-from engine.plugins.preparing.cache import PreparedCache
 from engine.plugins.preparing.inputs import digest_of_files, digest_of_parts, rendering_digest
-from engine.plugins.preparing.processes import ALONE, Job, prepare
+from engine.plugins.preparing.jobs import ALONE, Job, PreparedCache, prepare
 from engine.schemas.message import ImagePart, Message, TextPart
 from engine.schemas.model import ModelSpec
 from engine.spec.code.entry import load_entry

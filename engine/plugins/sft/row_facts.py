@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from engine.errors import TrainError
-from engine.plugins.preparing.cache import PreparedCache
 from engine.plugins.preparing.inputs import digest_of_files, digest_of_parts
-from engine.plugins.preparing.processes import ALONE, Job, prepare
+from engine.plugins.preparing.jobs import ALONE, Job, PreparedCache, prepare
 from engine.spec.rows.parquet_rows import ParquetRows
 from engine.spec.rows.sources import ListRows, RowFault, Rows
 from engine.spec.rows.text_rows import JsonlRows
@@ -76,7 +75,7 @@ def facts_of(file: Path, rows: Rows, processes: int | None = None, alone: float 
     Args:
         file: The file.
         rows: Its rows.
-        processes: Number of worker processes. Default: see `engine.plugins.preparing.processes`.
+        processes: Number of worker processes. Default: see `engine.plugins.preparing.jobs`.
         alone: Seconds of work in this process before workers start.
 
     Raises:

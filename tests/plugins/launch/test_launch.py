@@ -14,8 +14,8 @@ import pytest
 from waiting import process_runs, until, wait_until
 
 from engine.errors import BackendError
+from engine.plugins.launch.commands import sglang_servers
 from engine.plugins.launch.servers import LaunchedServers, ServerCommand
-from engine.plugins.launch.sglang import launched_servers
 from engine.plugins.lora.spec import LoraSpec
 from engine.schemas.backend import LaunchSpec, SGLangBackendSpec
 from engine.schemas.train import TrainSpec
@@ -176,7 +176,7 @@ async def test_each_server_sees_its_own_gpus(tmp_path: Path, monkeypatch: pytest
 
 
 def commands(spec: LaunchSpec, train: TrainSpec | None = None) -> list[list[str]]:
-    launched = launched_servers(spec, Path("/model"), train)
+    launched = sglang_servers(spec, Path("/model"), train)
     return [list(server._command.argv(30000)) for server in launched._servers]
 
 
@@ -184,7 +184,7 @@ def test_commands_name_model_port_and_gpus() -> None:
     spec = LaunchSpec(gpus=[0, 1, 4, 5], tp=2, args=["--mem-fraction-static", "0.8"], python="/sglang/bin/python")
     base = "/sglang/bin/python -m sglang.launch_server --model-path /model --host 127.0.0.1 --port 30000"
     assert commands(spec) == [[*base.split(), "--tp-size", "2", "--mem-fraction-static", "0.8"]] * 2
-    gpus = [server._command.gpus for server in launched_servers(spec, Path("/model"), None)._servers]
+    gpus = [server._command.gpus for server in sglang_servers(spec, Path("/model"), None)._servers]
     assert gpus == [(0, 1), (4, 5)]
 
 

@@ -8,9 +8,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from engine.plugins.preparing.cache import PreparedCache
 from engine.plugins.preparing.inputs import digest_of_parts
-from engine.plugins.preparing.processes import Job, prepare
+from engine.plugins.preparing.jobs import Job, PreparedCache, prepare
 
 REMOTE = "jobs_for_tests:work"
 

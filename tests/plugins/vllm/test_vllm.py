@@ -19,7 +19,7 @@ from vllm_server import EOS, VOCAB, Fault, VLLMServer, log_softmax, reply
 
 from engine.backends.servers.wire import EncodedRequest, RequestEncoder
 from engine.errors import BackendError, ContextOverflow, OutageError
-from engine.plugins.launch.vllm import launched_servers
+from engine.plugins.launch.commands import vllm_servers
 from engine.plugins.vllm.client import VLLMBackend
 from engine.plugins.vllm.spec import VLLMBackendSpec
 from engine.plugins.vllm.wire import VLLM
@@ -393,7 +393,7 @@ def test_vllm_s_own_models_read_every_request_as_it_is_meant(parameters: dict[st
 
 
 def command(sampling: SamplingParams, **launch: Any) -> list[str]:
-    servers = launched_servers(LaunchSpec.model_validate(launch), Path("/models/m"), sampling)
+    servers = vllm_servers(LaunchSpec.model_validate(launch), Path("/models/m"), sampling)
     return list(servers._servers[0]._command.argv(30000))
 
 

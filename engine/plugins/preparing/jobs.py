@@ -1,0 +1,186 @@
+"""Jobs over many rows: from the cache, in this process, or in several.
+
+The first jobs run in this process. Workers start when the jobs have taken `ALONE` seconds, because a worker needs about as long to
+import what it needs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from engine.plugins.preparing.inputs import digest_of_parts
+from engine.processes.worker import WorkerError, WorkerPool, default_processes
+from engine.schemas.base import Struct
+
+log = structlog.get_logger(__name__)
+
+ALONE = 3.0
+"""Seconds of work in this process before workers start."""
+DEADLINE = 600.0
+"""Seconds after which the job of a worker is given up, and done in this process."""
+AHEAD = 3
+"""Jobs per worker that are read before the first of them is finished."""
+MOST_BYTES = 1 << 29
+"""Size of a cache folder above which the entries that were written first are deleted."""
+_CHECK = 32
+"""Bytes of an entry's own digest, as hexadecimal digits."""
+
+
+class PreparedCache:
+    """Results on disk, under the digest of everything that they depend on. Nothing is ever out of date: other inputs have another digest.
+
+    An entry is complete or absent: it is written under a temporary name and renamed, and processes that write the same entry write the same
+    bytes. It holds the digest of its content, so a damaged one counts as absent. A cache that cannot be written only costs time.
+
+    Args:
+        folder: The folder; created at the first entry.
+        most_bytes: Size of the folder above which the entries that were written first are deleted.
+    """
+
+    def __init__(self, folder: Path, most_bytes: int = MOST_BYTES) -> None:
+        self.folder = folder
+        self._most = most_bytes
+        self._usable = True
+        self._written = False
+
+    def _file(self, key: str) -> Path:
+        return self.folder / key[:2] / f"{key}.json"
+
+    def get(self, key: str) -> Any | None:
+        """The value of a key; None if there is none, or if its entry is damaged."""
+        try:
+            data = self._file(key).read_bytes()
+        except OSError:
+            return None
+        if data[:_CHECK] != digest_of_parts(key, data[_CHECK:]).encode():
+            return None
+        return json.loads(data[_CHECK:])
+
+    def put(self, key: str, value: Any) -> None:
+        """Write a value. A folder that cannot be written is reported once and not used again."""
+        if not self._usable:
+            return
+        body = json.dumps(value, separators=(",", ":")).encode()
+        path = self._file(key)
+        try:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            handle, draft = tempfile.mkstemp(prefix=".draft-", dir=path.parent)  # mode 0600
+            try:
+                with os.fdopen(handle, "wb") as stream:
+                    stream.write(digest_of_parts(key, body).encode() + body)
+                Path(draft).replace(path)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    Path(draft).unlink()
+                raise
+            self._written = True
+        except OSError as error:
+            self._usable = False
+            log.warning("prepared data is not kept", reason=f"{self.folder} cannot be written: {error}")
+
+    def prune(self) -> None:
+        """Delete the entries that were written first, if this object has written and the folder is too large."""
+        if not self._written:
+            return
+        entries = []
+        for file in self.folder.glob("*/*"):  # entries, and drafts of processes that were killed
+            with contextlib.suppress(OSError):
+                status = file.stat()
+                entries.append((status.st_mtime, status.st_size, file))
+        size = sum(entry_size for _, entry_size, _ in entries)
+        for _, entry_size, file in sorted(entries):
+            if size <= self._most:
+                return
+            with contextlib.suppress(OSError):
+                file.unlink()
+            size -= entry_size
+
+
+class Job(Struct, frozen=True, kw_only=True):
+    """A part of the rows."""
+
+    key: str
+    """Digest of everything that the result depends on."""
+    value: Any
+    """What the function gets; a JSON value."""
+
+
+def prepare(
+    jobs: Iterable[Job],
+    *,
+    local: Callable[[Any], Any],
+    remote: str,
+    common: Any,
+    cache: PreparedCache,
+    processes: int | None = None,
+    alone: float = ALONE,
+) -> Iterator[Any]:
+    """The results of jobs, in order.
+
+    Args:
+        jobs: Read as they are needed, a few ahead of the results.
+        local: The function, in this process: a job's value -> a JSON value.
+        remote: The same function as `package.module:function`, called with `common` and a job's value in a worker.
+        common: What all jobs share; a JSON value.
+        cache: Where results are kept.
+        processes: Number of worker processes. Default: `default_processes()`.
+        alone: Seconds of work in this process before workers start.
+
+    Raises:
+        Exception: What `local` raises. Results before it have been given.
+    """
+    most = default_processes() if processes is None else processes
+    spent = 0.0
+    waiting: deque[tuple[Job, Future[Any]]] = deque()
+    with contextlib.ExitStack() as opened:
+        workers: WorkerPool | None = None
+        for job in jobs:
+            future: Future[Any] = Future()
+            cached = cache.get(job.key)
+            if cached is not None:
+                future.set_result(cached)
+            elif most == 1 or (workers is None and spent < alone):
+                began = time.perf_counter()
+                future.set_result(_in_this_process(job, local, cache))
+                spent += time.perf_counter() - began
+            else:
+                workers = workers or opened.enter_context(WorkerPool(most, remote, common))
+                future = workers.submit(_in_worker, workers, job, cache)
+            waiting.append((job, future))
+            while waiting and (waiting[0][1].done() or len(waiting) > AHEAD * most):
+                yield _result(*waiting.popleft(), local, cache)
+        while waiting:
+            yield _result(*waiting.popleft(), local, cache)
+    cache.prune()
+
+
+def _in_this_process(job: Job, local: Callable[[Any], Any], cache: PreparedCache) -> Any:
+    result = local(job.value)
+    cache.put(job.key, result)
+    return result
+
+
+def _in_worker(workers: WorkerPool, job: Job, cache: PreparedCache) -> Any:
+    """A job's result, in a thread of the workers."""
+    result = workers.ask(json.dumps(job.value).encode(), seconds=DEADLINE)
+    cache.put(job.key, result)
+    return result
+
+
+def _result(job: Job, future: Future[Any], local: Callable[[Any], Any], cache: PreparedCache) -> Any:
+    try:
+        return future.result()
+    except WorkerError as error:
+        log.info("a part of the rows is prepared in this process", reason=f"of a worker: {error}")
+        return _in_this_process(job, local, cache)
