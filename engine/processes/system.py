@@ -78,6 +78,30 @@ def memory_file(content: bytes) -> int:
     return opened
 
 
+class SentFolder:
+    """An open folder that a program in a sandbox sends over a socket: the only files of a file system, whose number is known so."""
+
+    def __init__(self, channel: socket.socket) -> None:
+        self._channel = channel
+        self.opened = -1
+        """Its descriptor; -1 before the program has sent it."""
+
+    def files(self) -> int:
+        """The number of files in it, itself included; 0 before the program has sent it."""
+        if self.opened < 0:
+            with contextlib.suppress(OSError, IndexError):
+                self.opened = socket.recv_fds(self._channel, 1, 1, socket.MSG_DONTWAIT)[1][0]
+        if self.opened < 0:
+            return 0
+        status = os.fstatvfs(self.opened)
+        return status.f_files - status.f_ffree
+
+    def close(self) -> None:
+        """Close it."""
+        if self.opened >= 0:
+            os.close(self.opened)
+
+
 class MessageSocket:
     """Messages over a Unix socket: lines of JSON, with descriptors."""
 

@@ -25,7 +25,7 @@ from engine.plugins.agents.program import Endpoint, ProgramBody
 from engine.plugins.agents.rewards import PATH as REWARD_PATH
 from engine.plugins.agents.server import Listener, server_of_loop
 from engine.plugins.agents.spec import AgentSandbox
-from engine.plugins.confinement.sandbox import LEAST_FILE
+from engine.plugins.confinement.sandbox import LEAST_FILE, give_uid
 from engine.processes.system import MessageSocket, script, send_signal
 
 _INHERITED = ("PATH", "HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PYTHONPATH", "SYSTEMROOT", "TMPDIR", "VIRTUAL_ENV")
@@ -206,9 +206,9 @@ class CommandProgram(ProgramBody):
         if self._socket is not None:
             self._socket.close()
             self._socket = None
-        if self._confined is not None:
-            self._confined.close()
-            self._confined = None
+        if self._confined is not None and self._confined.uid is not None:
+            give_uid(self._confined.uid)
+        self._confined = None
         if self._folder is not None:
             await asyncio.to_thread(remove, self._folder)
             self._folder = None

@@ -118,12 +118,7 @@ class Confined(Struct, frozen=True, kw_only=True):
     files: int
     """Maximum number of its files."""
     uid: int | None
-    """The user that it becomes; None: the engine's own. `close` gives it back."""
-
-    def close(self) -> None:
-        """Give the user back."""
-        if self.uid is not None:
-            sandbox.give_uid(self.uid)
+    """The user that it becomes; None: the engine's own. Who starts the program gives it back."""
 
 
 def confine(

@@ -85,10 +85,6 @@ class Inbox:
         self._over: ApiError | None = None
         """The answer to requests after the end."""
 
-    async def open(self) -> str:
-        """Take requests. Returns the endpoint's address, without a path."""
-        return await server_of_loop().open(self.key, self)
-
     def ask(self, request: ModelRequest, path: str, body: bytes, headers: Mapping[str, str]) -> Exchange:
         """Let a request in, or find the one that it repeats: its future answer raises `ApiError`.
 

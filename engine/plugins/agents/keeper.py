@@ -35,6 +35,7 @@ from typing import Any, NoReturn
 
 from engine.processes.system import (
     MessageSocket,
+    SentFolder,
     adopt_orphans,
     die_with_parent,
     memory_file,
@@ -119,12 +120,12 @@ def _guard(program: dict[str, Any], own: int, output: int) -> NoReturn:
         os.close(output)
         theirs.close()
         _say(own, pid=pid)
-        status, keeper, folder, poll, full = None, os.getppid(), -1, _LOOK if "files" in program else _POLL, False
+        status, keeper, full = None, os.getppid(), False
+        folder, poll = SentFolder(ours), _LOOK if "files" in program else _POLL
         while status is None:
             ready, _, _ = select.select([own, wake], [], [], poll)
             if "files" in program:
-                folder = _folder(ours) if folder < 0 else folder
-                full = _files(folder) > program["files"]
+                full = folder.files() > program["files"]
             if wake in ready:
                 os.read(wake, 4096)
                 status = _reap(pid)
@@ -133,24 +134,9 @@ def _guard(program: dict[str, Any], own: int, output: int) -> NoReturn:
         send_signal(pid, group=True)
         left = _kill_all()
         status = left.get(pid, -signal.SIGKILL) if status is None else status
-        _say(own, status=status, full=full, reward=_reward(folder))
+        _say(own, status=status, full=full, reward=_reward(folder.opened))
     finally:
         os._exit(0)
-
-
-def _folder(channel: socket.socket) -> int:
-    """The open folder that a program has sent; -1: none yet."""
-    with contextlib.suppress(OSError, IndexError):
-        return socket.recv_fds(channel, 1, 1, socket.MSG_DONTWAIT)[1][0]
-    return -1
-
-
-def _files(folder: int) -> int:
-    """The number of files in the file system of an open folder."""
-    if folder < 0:
-        return 0
-    found = os.fstatvfs(folder)
-    return found.f_files - found.f_ffree
 
 
 def _reward(folder: int) -> str | None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.errors import SpecCodeError
 from engine.plugins.agents.inbox import Exchange, Inbox
+from engine.plugins.agents.server import server_of_loop
 from engine.plugins.agents.wire.requests import MODEL, ApiError, Replies, Session
 from engine.schemas.base import Struct
 
@@ -223,7 +224,7 @@ class AgentProgram:
 
     async def start(self) -> None:
         """Start the program. Raises OSError if that is not possible."""
-        address = await self.inbox.open()
+        address = await server_of_loop().open(self.inbox.key, self.inbox)
         self._started = True
         await self._body.start(Endpoint(address=address, key=self.inbox.key))
         self._body.ended.add_done_callback(lambda _: self.inbox.woken.set())

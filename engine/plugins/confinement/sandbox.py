@@ -27,7 +27,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -37,7 +37,7 @@ from pydantic import TypeAdapter
 
 from engine.plugins.confinement import system_calls
 from engine.plugins.confinement.confine import Refused, free_uid
-from engine.processes.system import memory_file
+from engine.processes.system import SentFolder, memory_file
 from engine.schemas.base import Bytes, Seconds
 
 log = structlog.get_logger(__name__)
@@ -168,9 +168,12 @@ def _in_bubblewrap(program: Sequence[str], code: str, limits: SandboxLimits) -> 
         options += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/work"]
         inside = entering(rlimits(limits, processes=True), uid, channel=theirs.fileno())
         inside += [part.replace("{code}", "/code") for part in program]
-        stack.callback((folder := _Folder(ours)).close)
+        folder = SentFolder(ours)
+        stack.callback(folder.close)
         fds = (data, theirs.fileno())
-        return finish_sandboxed(options, inside, limits, fds=fds, size=folder.size, look=_LOOK)
+        return finish_sandboxed(
+            options, inside, limits, fds=fds, size=lambda: (folder.files() - 1) * LEAST_FILE, look=_LOOK
+        )
 
 
 def finish_sandboxed(
@@ -195,30 +198,6 @@ def finish_sandboxed(
 def bubblewrap() -> str:
     """The path of bubblewrap."""
     return shutil.which("bwrap") or "bwrap"
-
-
-class _Folder:
-    """The folder /work of a running program, which it sends over a socket."""
-
-    def __init__(self, channel: socket.socket) -> None:
-        channel.setblocking(False)
-        self._channel = channel
-        self._opened = -1
-
-    def size(self) -> int:
-        """Bytes of its files, if each had `LEAST_FILE`; 0 before the program begins."""
-        if self._opened < 0:
-            with suppress(BlockingIOError):
-                self._opened = socket.recv_fds(self._channel, 1, 1)[1][0]
-        if self._opened < 0:
-            return 0
-        found = os.fstatvfs(self._opened)
-        return (found.f_files - found.f_ffree - 1) * LEAST_FILE
-
-    def close(self) -> None:
-        """Close it."""
-        if self._opened >= 0:
-            os.close(self._opened)
 
 
 def take_uid() -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,7 +37,7 @@ from engine.plugins.isolation.remote import (
     read_error,
     shape_from,
 )
-from engine.plugins.isolation.workers import IsolationError, Limits, Worker, WorkerLost, ZygoteClient, run_in_new_loop
+from engine.plugins.isolation.workers import IsolationError, Limits, Worker, WorkerLost, ZygoteClient
 from engine.schemas.entry import IsolationSpec
 from engine.spec.code.entry import EntryError
 from engine.spec.code.signature import ToolShape
@@ -239,7 +240,8 @@ class Isolation(CodeHost):
         """
         self._zygote.folders.update((str(origin.base.resolve()), str(Path().resolve())))
         limits = self.limits_of(isolation)
-        description: bytes = run_in_new_loop(lambda: self._describe(origin, limits))
+        with ThreadPoolExecutor(1, thread_name_prefix="isolation-start") as thread:  # a loop may run in this one
+            description = thread.submit(lambda: asyncio.run(self._describe(origin, limits))).result()
         if self._zygote.reads_as_root and not self._warned:
             self._warned = True
             log.warning(

@@ -18,7 +18,6 @@ import struct
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -442,9 +441,3 @@ class Worker:
             if self._output_bytes > self.limits.output and self._reason is None:
                 self.kill("output")
                 return
-
-
-def run_in_new_loop(make: Callable[[], Any]) -> Any:
-    """Run a coroutine to its end from code that is not `async`, whether or not a loop runs in this thread."""
-    with ThreadPoolExecutor(1, thread_name_prefix="isolation-start") as thread:
-        return thread.submit(lambda: asyncio.run(make())).result()

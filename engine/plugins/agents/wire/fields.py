@@ -9,10 +9,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Collection, Mapping
-from math import isfinite
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from pydantic import Field, PlainValidator, TypeAdapter, ValidationError
 
 from engine.plugins.agents.wire.requests import ApiError, ModelRequest, Session
 from engine.schemas.base import Struct
@@ -23,36 +23,36 @@ _ID = re.compile(r"[\x21-\x7e]{1,256}")
 _MOST_STOPS = 16
 
 
-def _number(low: float, high: float) -> Callable[[Any], Any]:
-    def read(value: Any) -> float | None:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
-            return None
-        return float(value) if low <= value <= high else None
-
-    return read
-
-
-def _integer(low: int) -> Callable[[Any], Any]:
-    return lambda value: value if type(value) is int and low <= value < 2**31 else None
+def _stops(value: Any) -> list[str]:
+    stops = [value] if isinstance(value, str) else value
+    if not isinstance(stops, list) or len(stops) > _MOST_STOPS:
+        raise ValueError
+    if not all(isinstance(item, str) and item and refusal(item) is None for item in stops):
+        raise ValueError
+    return stops
 
 
-def _stops(value: Any) -> list[str] | None:
-    found = [value] if isinstance(value, str) else value
-    if not isinstance(found, list) or len(found) > _MOST_STOPS:
-        return None
-    return found if all(isinstance(item, str) and item and refusal(item) is None for item in found) else None
-
-
-SAMPLING: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
-    "temperature": ("a number from 0 to 2", _number(0.0, 2.0)),
-    "top_p": ("a number above 0, at most 1", _number(1e-6, 1.0)),
-    "top_k": ("an integer of at least 1", _integer(1)),
-    "frequency_penalty": ("a number from -2 to 2", _number(-2.0, 2.0)),
-    "presence_penalty": ("a number from -2 to 2", _number(-2.0, 2.0)),
-    "max_tokens": ("an integer of at least 1", _integer(1)),
-    "stop": (f"a text, or a list of at most {_MOST_STOPS} texts, none empty", _stops),
+_ABOVE_0: Any = Annotated[int, Field(strict=True, ge=1, lt=2**31)]
+_PENALTY: Any = Annotated[float, Field(strict=True, allow_inf_nan=False, ge=-2, le=2)]
+SAMPLING: Mapping[str, tuple[str, TypeAdapter[Any]]] = {
+    "temperature": (
+        "a number from 0 to 2",
+        TypeAdapter(Annotated[float, Field(strict=True, allow_inf_nan=False, ge=0, le=2)]),
+    ),
+    "top_p": (
+        "a number above 0, at most 1",
+        TypeAdapter(Annotated[float, Field(strict=True, allow_inf_nan=False, ge=1e-6, le=1)]),
+    ),
+    "top_k": ("an integer of at least 1", TypeAdapter(_ABOVE_0)),
+    "frequency_penalty": ("a number from -2 to 2", TypeAdapter(_PENALTY)),
+    "presence_penalty": ("a number from -2 to 2", TypeAdapter(_PENALTY)),
+    "max_tokens": ("an integer of at least 1", TypeAdapter(_ABOVE_0)),
+    "stop": (
+        f"a text, or a list of at most {_MOST_STOPS} texts, none empty",
+        TypeAdapter(Annotated[Any, PlainValidator(_stops)]),
+    ),
 }
-"""By name in `agent.allow`: what a value must be, and what reads it (None: it is something else)."""
+"""By name in `agent.allow`: what a value must be, and what reads it."""
 REFUSED_UNLESS_ALLOWED = frozenset({"stop"})
 """Without this parameter a reply means something else, so a request that sets it is refused where the spec does not allow it."""
 
@@ -132,10 +132,10 @@ class Reader:
             return
         if known in self.session.allow:
             expected, read = SAMPLING[known]
-            found = read(value)
-            if found is None:
-                raise ApiError(f"`{name}` must be {expected}", param=name)
-            self.sampling[known] = found
+            try:
+                self.sampling[known] = read.validate_python(value)
+            except ValidationError:
+                raise ApiError(f"`{name}` must be {expected}", param=name) from None
         elif known in REFUSED_UNLESS_ALLOWED and known not in self.session.ignore:
             text = f"`{name}` is not supported: leave it out, or write `allow: [{known}]` in the spec's `agent`"
             raise ApiError(text, param=name)
@@ -176,9 +176,14 @@ class Reader:
         Raises:
             ApiError: A tool or `stream` has an invalid value.
         """
+        tools = [tool(item, at) for at, item in objects(self.body.get("tools"), "tools")]
+        names = [schema["function"]["name"] for schema in tools]
+        if len(set(names)) < len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise ApiError(f"`tools` has two tools with the name {twice!r}", param="tools")
         return ModelRequest(
             messages=messages,
-            tools=self.tools(tool),
+            tools=tools,
             replies=replies,
             stream=self.flag("stream"),
             sampling=self.sampling,
@@ -186,15 +191,6 @@ class Reader:
             body=self.body,
             logprobs=logprobs,
         )
-
-    def tools(self, read: Callable[[dict[str, Any], str], dict[str, Any]]) -> list[dict[str, Any]]:
-        """Read `tools`, each at its place to its schema in OpenAI's form."""
-        found = [read(item, at) for at, item in objects(self.body.get("tools"), "tools")]
-        names = [tool["function"]["name"] for tool in found]
-        if len(set(names)) < len(names):
-            twice = next(name for name in names if names.count(name) > 1)
-            raise ApiError(f"`tools` has two tools with the name {twice!r}", param="tools")
-        return found
 
     def tool(
         self, at: str, given: Mapping[str, Any], parameters: str, without_effect: frozenset[str]
@@ -267,21 +263,16 @@ def image(url: Any, at: str) -> ImagePart:
     return ImagePart(image=url)
 
 
-def arguments(value: Any, at: str) -> dict[str, Any]:
-    """Read the arguments of a call: an object, or its JSON; null and the empty text are no arguments."""
-    try:
-        found = json.loads(value or "{}") if isinstance(value, str) or value is None else value
-    except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict) or refusal(found) is not None:
-        raise ApiError(f"`{at}` must be the JSON of an object", param=at)
-    return found
-
-
 def call(id_: Any, name: Any, given: Any, at: str, keys: tuple[str, str, str]) -> ToolCall:
-    """Read a call of a tool. `keys` are its keys of id, name and arguments, for messages."""
-    return ToolCall(
-        id=identifier(id_, f"{at}.{keys[0]}"),
-        name=identifier(name, f"{at}.{keys[1]}"),
-        arguments=arguments(given, f"{at}.{keys[2]}"),
-    )
+    """Read a call of a tool. Its arguments are an object, or its JSON; null and the empty text are no arguments.
+
+    `keys` are its keys of id, name and arguments, for messages.
+    """
+    id_, name = identifier(id_, f"{at}.{keys[0]}"), identifier(name, f"{at}.{keys[1]}")
+    try:
+        arguments = json.loads(given or "{}") if isinstance(given, str) or given is None else given
+    except (ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict) or refusal(arguments) is not None:
+        raise ApiError(f"`{at}.{keys[2]}` must be the JSON of an object", param=f"{at}.{keys[2]}")
+    return ToolCall(id=id_, name=name, arguments=arguments)

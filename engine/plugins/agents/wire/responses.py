@@ -249,12 +249,7 @@ def _turn(call_id: str) -> str | None:
 
 
 def _merged(reply: Message, part: Message) -> Message:
-    return replace(
-        reply,
-        content=part.content or reply.content,
-        reasoning=reply.reasoning,
-        tool_calls=[*reply.tool_calls, *part.tool_calls],
-    )
+    return replace(reply, content=part.content or reply.content, tool_calls=[*reply.tool_calls, *part.tool_calls])
 
 
 def _reasoning(item: dict[str, Any], at: str) -> str | None:
