@@ -16,11 +16,12 @@ import re
 import select
 import signal
 import subprocess
-import sys
 import threading
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from engine.processes.worker import start_python
 
 SECONDS = 2.0
 """Default limit of CPU time per request. Ordinary answers take some hundredths of a second."""
@@ -29,7 +30,7 @@ _SILENCE = 600.0
 
 
 class MathPool:
-    """Processes that answer questions of `engine.environments.math_worker`; they start when needed.
+    """Processes that answer questions of `engine.environments.math_worker`; they start when needed. No `WorkerPool`: a limit counts CPU time.
 
     Args:
         most: Maximum number of processes. None: one per CPU core, at least 2.
@@ -77,15 +78,7 @@ class MathPool:
                 break
             if worker.poll() is None:
                 return worker
-        root = str(Path(__file__).parents[2])
-        path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
-        worker = subprocess.Popen(
-            [sys.executable, "-P", "-m", "engine.environments.math_worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": path},
-        )
+        worker = start_python("from engine.environments.math_worker import main; main()")
         if _ask(worker, {"task": "compare", "seconds": 120, "gold": "1", "reply": "1"}) is None:
             worker.wait()
             raise RuntimeError("the process that checks answers did not start; reinstall math-verify")

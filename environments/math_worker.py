@@ -117,7 +117,3 @@ def main() -> None:
         task, seconds = _TASKS[asked.pop("task")], asked.pop("seconds")
         sys.stdout.write(json.dumps(_within(seconds, task, asked)) + "\n")
         sys.stdout.flush()
-
-
-if __name__ == "__main__":
-    main()

@@ -65,9 +65,24 @@ def default_processes() -> int:
     return int(setting)
 
 
+def start_python(code: str) -> subprocess.Popen[bytes]:
+    """Start an interpreter with this process's import path, and pipes to its input and output. The current folder is on its path only
+    where it is on this process's.
+
+    Raises:
+        OSError: no process can be started.
+    """
+    return subprocess.Popen(
+        [sys.executable, "-P", "-c", code],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([*filter(None, sys.path), _ENGINE])},
+    )
+
+
 class Worker:
-    """One worker process, which one thread asks at a time. It has this process's import path; the current folder is on it only where
-    it is on this process's.
+    """One worker process, which one thread asks at a time.
 
     Args:
         call: The function, `package.module:function`. It is called with `common`, a job and, if it has any, the job's bytes.
@@ -82,13 +97,7 @@ class Worker:
         self.ended = ""
         """How it ended, in words; empty while it runs."""
         try:
-            self.process = subprocess.Popen(
-                [sys.executable, "-P", "-c", _MAIN],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                env=os.environ | {"PYTHONPATH": os.pathsep.join([*filter(None, sys.path), _ENGINE])},
-            )
+            self.process = start_python(_MAIN)
         except OSError as error:
             raise WorkerError(f"it cannot be started: {error}") from error
 
