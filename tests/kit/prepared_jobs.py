@@ -8,11 +8,9 @@ import pytest
 @pytest.fixture
 def jobs_done(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The keys of the jobs that are done in any process, and not read from disk."""
-    from engine.plugins.preparing import processes
+    from engine.plugins.preparing.jobs import PreparedCache
 
     done: list[str] = []
-    put = processes.PreparedCache.put
-    monkeypatch.setattr(
-        processes.PreparedCache, "put", lambda self, key, value: (done.append(key), put(self, key, value))
-    )
+    put = PreparedCache.put
+    monkeypatch.setattr(PreparedCache, "put", lambda self, key, value: (done.append(key), put(self, key, value)))
     return done

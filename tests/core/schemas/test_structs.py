@@ -32,12 +32,13 @@ ROOT = Path(engine.__file__).parents[1]
 STANDARD_LIBRARY_ONLY = (
     "engine/plugin.py",
     "engine/plugins/serve/client.py",
+    "engine/processes/",
     "engine/cli/",
     "engine/spec/access.py",
     "engine/spec/text/diagnostic.py",
     "engine/tokens/pixels.py",
 )
-"""What starts without msgspec: the faces of plugins, the client, the commands' options, sandboxes, workers that scale images."""
+"""What starts without msgspec: the faces of plugins, the client, the commands' options, sandboxes, workers."""
 OTHER_RECORDS = (
     *("engine/tokens/vision.py",),
     *("engine/train/", "engine/validate/"),
