@@ -49,9 +49,9 @@ def final_number(reply: str, styles: Collection[Style] = STYLES) -> Answer | Non
         if style not in styles:
             continue
         for match in pattern.finditer(reply):
-            found = _single(match.group("answer"))
-            if found is not None and (best is None or match.start() > best[0]):
-                best = (match.start(), Answer(found[0], style, found[1]))
+            number = _single(match.group("answer"))
+            if number is not None and (best is None or match.start() > best[0]):
+                best = (match.start(), Answer(number[0], style, number[1]))
     if best is not None:
         return best[1]
     if "last_number" in styles and (numerals := _ONE.findall(_without_joined_signs(reply))):
@@ -67,8 +67,8 @@ def one_number(text: str) -> Fraction | None:
     Thousands commas, a currency sign, a fraction (`3/4`), a percent sign and units around it are allowed:
     `$1,200`, `12 apples` and `50%` read as 1200, 12 and 50.
     """
-    found = _single(text)
-    return found[0] if found else None
+    number = _single(text)
+    return number[0] if number else None
 
 
 def _single(text: str) -> tuple[Fraction, str] | None:

@@ -99,8 +99,8 @@ def picture(seed: int | str, turn: int, size: int = 64, jitter: int = 24) -> Ima
 
 def named(reply: str) -> str | None:
     """The colour that a reply names; None if it names none or several."""
-    found = {word.lower() for word in _WORDS.findall(reply)}
-    return found.pop() if len(found) == 1 else None
+    colors = {word.lower() for word in _WORDS.findall(reply)}
+    return colors.pop() if len(colors) == 1 else None
 
 
 class Scene(NamedTuple):

@@ -48,8 +48,8 @@ def problems(
         while True:
             given = [rng.randint(1, most) for _ in range(numbers)]
             solution, target = _combine(given, rng)
-            kept = random.Random(f"{sorted(given)}/{target}").randrange(HELD_OUT) == 0
-            if target.denominator == 1 and 1 <= target <= 10 * most and target not in given and kept is held_out:
+            reserved = random.Random(f"{sorted(given)}/{target}").randrange(HELD_OUT) == 0
+            if target.denominator == 1 and 1 <= target <= 10 * most and target not in given and reserved is held_out:
                 break
         kind = "held-out" if held_out else "countdown"
         yield {"id": f"{kind}-{seed}-{index:04d}", "numbers": given, "target": int(target), "solution": solution}
@@ -82,27 +82,24 @@ class Judged(NamedTuple):
 
 def judge(reply: str, numbers: list[int], target: int) -> Judged:
     """Judge the last expression in `<answer>` tags. `= 24` after it is ignored."""
-    found = _ANSWER.findall(reply)
-    if not found:
+    answers = _ANSWER.findall(reply)
+    if not answers:
         return Judged(False, False, "There is no <answer>.")
-    text = found[-1].strip().split("=")[0].strip()
+    text = answers[-1].strip().split("=")[0].strip()
     if not _EXPRESSION.fullmatch(text) or "**" in text or "//" in text:
         return Judged(False, False, "Write one expression with numbers, + - * / and parentheses.")
     used, given = Counter(int(part) for part in _NUMBER.findall(text)), Counter(numbers)
     if used != given:
         wrong = min((used - given) or (given - used))
-        return Judged(False, False, f"Use each number exactly once: {wrong} is {_how(used[wrong], given[wrong])}.")
+        how = f"used {used[wrong]} times, and given {given[wrong]} times" if used[wrong] else "not used"
+        if not given[wrong]:
+            how = "not among the numbers"
+        return Judged(False, False, f"Use each number exactly once: {wrong} is {how}.")
     try:
         value = evaluate(text)
     except ValueError as problem:
         return Judged(False, False, str(problem))
     return Judged(True, value == target, "" if value == target else f"{text} = {show(value)}, not {target}.")
-
-
-def _how(used: int, given: int) -> str:
-    if not given:
-        return "not among the numbers"
-    return "not used" if not used else f"used {used} times, and given {given} times"
 
 
 class Countdown:
@@ -153,8 +150,8 @@ def _fields(task: Task) -> tuple[list[int], int]:
         ValueError: They are missing, or are not whole numbers.
     """
     numbers, target = task.fields.get("numbers"), task.fields.get("target")
-    whole = isinstance(numbers, list) and numbers and all(type(number) is int and number >= 0 for number in numbers)
-    if not whole or type(target) is not int:
+    valid = isinstance(numbers, list) and numbers and all(type(number) is int and number >= 0 for number in numbers)
+    if not valid or type(target) is not int:
         raise ValueError(
             f"task {task.id!r}: `numbers` is {numbers!r} and `target` is {target!r}; write a list of whole "
             "numbers and a "

@@ -62,10 +62,10 @@ def _files(path: Path, split: str | None) -> list[Path]:
         return [path]
     if not path.is_dir():
         raise FileNotFoundError(f"there is no {path}; name a .parquet or .jsonl file, or a folder of them")
-    found = sorted(file for file in path.rglob("*") if file.suffix in (".parquet", ".jsonl"))
-    chosen = [file for file in found if split is None or file.name.startswith(split)]
+    files = sorted(file for file in path.rglob("*") if file.suffix in (".parquet", ".jsonl"))
+    chosen = [file for file in files if split is None or file.name.startswith(split)]
     if not chosen:
-        names = ", ".join(file.name for file in found) or "no such file"
+        names = ", ".join(file.name for file in files) or "no such file"
         wanted = "" if split is None else f" whose name begins with {split!r}"
         raise FileNotFoundError(f"no .parquet or .jsonl file{wanted} in {path}; it holds {names}")
     return chosen
@@ -237,8 +237,7 @@ class Grader:
     def respond(self, view: EpisodeView) -> UserTurn:
         """Judge the newest answer. The object keeps no state, so the same view always gives the same result."""
         tries = int(view.facts.get("tries", 0))
-        written = final_answer(view.reply)
-        answer = None if written is None else read_number(written)
+        answer = _answer(view.reply)
         if answer is None or view.finish == "length":
             cut = view.finish == "length"
             return UserTurn(
@@ -306,31 +305,20 @@ class Geo3kTool(Geo3k):
         """
         if sum(call.name == "calc_score" for call in view.calls) > 1:
             raise ValueError("hand in one answer a turn; none of these was checked")
-        found = read_number(final_answer(answer) or answer)
-        if found is None:
+        number = read_number(final_answer(answer) or answer)
+        if number is None:
             raise ValueError(f"{answer!r} is no number that can be checked; write one, such as 12, 4.5 or 2\\sqrt{{3}}")
-        tries = int(view.facts.get("tries", 0)) + 1
+        tries, right = int(view.facts.get("tries", 0)) + 1, is_right(number, view.task)
+        verdict = f"{number.text} is {'right' if right else 'not right'}."
         if self._answer_graded:
-            right = is_right(found, view.task)
-            content = (
-                f"{found.text} is right. Give your final answer"
-                if right
-                else f"{found.text} is not right. Reason in another way"
-            )
-            return ToolReply(
-                content=f"{content}, within \\boxed{{}}." if right else f"{content}.", facts={"tries": tries}
-            )
-        if is_right(found, view.task):
-            return ToolReply(
-                content=f"Score {self._correct:g}: {found.text} is right.",
-                rewards=[RewardEvent(name="score", value=self._correct, cause="right answer")],
-                facts={"solved": True, "tries": tries},
-            )
+            advice = "Give your final answer, within \\boxed{}." if right else "Reason in another way."
+            return ToolReply(content=f"{verdict} {advice}", facts={"tries": tries})
+        value = self._correct if right else self._wrong
+        advice = "" if right else " Reason in another way, and check the new answer."
         return ToolReply(
-            content=f"Score {self._wrong:g}: {found.text} is not right. Reason in another way, and check the "
-            "new answer.",
-            rewards=[RewardEvent(name="score", value=self._wrong, cause="wrong answer")],
-            facts={"tries": tries},
+            content=f"Score {value:g}: {verdict}{advice}",
+            rewards=[RewardEvent(name="score", value=value, cause="right answer" if right else "wrong answer")],
+            facts={"solved": True, "tries": tries} if right else {"tries": tries},
         )
 
     def score(self, view: EpisodeView) -> list[RewardEvent]:

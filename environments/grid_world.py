@@ -57,8 +57,8 @@ def problems(
             marks = dict.fromkeys(others[: round(walls * len(cells))], "#") | {agent: "A", goal: "G"}
             rows = ["".join(marks.get((column, row), ".") for column in range(size)) for row in range(size)]
             shortest = Grid.read(rows).distance(agent)
-            kept = random.Random("/".join(rows)).randrange(HELD_OUT) == 0
-            if shortest is not None and shortest >= 2 and kept is held_out:
+            reserved = random.Random("/".join(rows)).randrange(HELD_OUT) == 0
+            if shortest is not None and shortest >= 2 and reserved is held_out:
                 break
         yield {"id": f"{'held-out' if held_out else 'grid'}-{seed}-{index:04d}", "grid": rows, "shortest": shortest}
 
@@ -79,8 +79,8 @@ class Grid(NamedTuple):
         """
         lines = [row for row in rows if isinstance(row, str)] if isinstance(rows, list) else []
         joined = "".join(lines)
-        whole = isinstance(rows, list) and len(lines) == len(rows) and len({len(line) for line in lines}) == 1
-        if not whole or set(joined) - set("#.AG") or len(joined) > 4096:
+        even = isinstance(rows, list) and len(lines) == len(rows) and len({len(line) for line in lines}) == 1
+        if not even or set(joined) - set("#.AG") or len(joined) > 4096:
             raise ValueError("write rows of the same length from `#`, `.`, `A` and `G`, with at most 4096 cells")
         if joined.count("A") != 1 or joined.count("G") != 1:
             raise ValueError("write one `A` (the agent) and one `G` (the goal)")
@@ -95,16 +95,16 @@ class Grid(NamedTuple):
 
     def distance(self, start: Cell) -> int | None:
         """Steps of the shortest way from a cell to the goal; None if there is none."""
-        found = {start: 0}
+        steps = {start: 0}
         queue = deque([start])
         while queue:
             cell = queue.popleft()
             if cell == self.goal:
-                return found[cell]
+                return steps[cell]
             for right, down in MOVES.values():
                 near = cell[0] + right, cell[1] + down
-                if near not in found and self.free(near):
-                    found[near] = found[cell] + 1
+                if near not in steps and self.free(near):
+                    steps[near] = steps[cell] + 1
                     queue.append(near)
         return None
 
@@ -187,8 +187,8 @@ class GridWorld:
         grid = _grid(view.task)
         column, row = (int(part) for part in str(view.facts["cell"]).split(","))
         moves = int(view.facts["moves"]) + 1
-        found = _MOVE.findall(view.reply)
-        move = found[-1].lower() if found else ""
+        moves_named = _MOVE.findall(view.reply)
+        move = moves_named[-1].lower() if moves_named else ""
         paid, agent, words = [("step", f"move {moves}")], (column, row), "You moved."
         if move not in MOVES:
             paid.append(("format", "no move"))

@@ -56,8 +56,8 @@ def gold_answer(task: Task) -> Fraction:
 
 def calculations(task: Task) -> list[Calculation]:
     """The marked steps of the reference solution, in order; empty if the answer is only a number."""
-    found = _CALCULATION.findall(str(task.fields["answer"]))
-    return [Calculation(expression.strip(), result.strip()) for expression, result in found]
+    marked = _CALCULATION.findall(str(task.fields["answer"]))
+    return [Calculation(expression.strip(), result.strip()) for expression, result in marked]
 
 
 class Gsm8k:
@@ -140,13 +140,13 @@ class Grader:
     def respond(self, view: EpisodeView) -> UserTurn:
         """Judge the newest answer. The object keeps no state, so the same view always gives the same result."""
         facts = {"graded": view.turn}
-        earlier = [found for reply in view.replies[:-1] if (found := final_number(reply, self._styles)) is not None]
+        earlier = [final for reply in view.replies[:-1] if (final := final_number(reply, self._styles)) is not None]
         fields: dict[str, Any] = {"tries": len(earlier), "question": str(view.task.fields["question"]).strip()}
         answer = None if view.finish == "length" else final_number(view.reply, self._styles)
         if answer is None:
             cut = view.finish == "length"
             problem = "Your reply was cut off. Be shorter, and end" if cut else "I cannot find your answer. End"
-            content = f"{problem} with: {self._example}"
+            content = f"{problem} with: {_FORMATS[self._styles[0]]}"
             return UserTurn(content=content, recover="no_answer", fields=fields, facts=facts)
         rewards: list[RewardEvent] = []
         if not earlier and self._format:
@@ -160,10 +160,6 @@ class Grader:
         fields |= {"answer": answer.text, "advice": advice, "tries": len(earlier) + 1}
         content = f"{answer.text} is not right. {advice}"
         return UserTurn(content=content, recover="wrong", fields=fields, rewards=rewards, facts=facts)
-
-    @property
-    def _example(self) -> str:
-        return _FORMATS[self._styles[0]]
 
     def _advice(self, task: Task, answer: Answer, gold: Fraction, earlier: int) -> str:
         """The text after `42 is not right.`; `earlier` is the number of earlier answers."""

@@ -23,10 +23,10 @@ def guess_number(task: Task, most: int = 20) -> Dialogue:
     secret = int(task.fields["secret"])
     view = yield f"Guess my number, from 1 to {most}. Write <guess>7</guess>."
     while True:
-        found = re.search(r"<guess>\s*(\d{1,9})\s*</guess>", view.reply)
-        if found is None:
+        guess = re.search(r"<guess>\s*(\d{1,9})\s*</guess>", view.reply)
+        if guess is None:
             view = yield Say("Write <guess>7</guess> with your number.", rewards={"format": -0.1})
-        elif int(found[1]) == secret:
+        elif int(guess[1]) == secret:
             return End(rewards={"won": 1.0}, solved=True)
         else:
-            view = yield "Higher." if int(found[1]) < secret else "Lower."
+            view = yield "Higher." if int(guess[1]) < secret else "Lower."

@@ -60,11 +60,11 @@ class MathPool:
         with self._slots:
             for attempt in range(2):
                 worker = self._take()
-                told = _ask(worker, question)
-                if told is not None:
+                reply = _ask(worker, question)
+                if reply is not None:
                     with self._lock:
                         self._idle.append(worker)
-                    return None if told.get("late") else told
+                    return None if reply.get("late") else reply
                 if worker.wait() == -signal.SIGXCPU or attempt:
                     break  # it took too long or has ended two processes, so the answer is the cause
         return None
@@ -110,8 +110,8 @@ def _ask(worker: subprocess.Popen[bytes], question: dict[str, Any]) -> dict[str,
             raise RuntimeError(f"the process that checks answers sent nothing for {_SILENCE:g} s and used no CPU time")
         used = now
     line = worker.stdout.readline()
-    told = json.loads(line) if line.endswith(b"\n") else None
-    return told if isinstance(told, dict) else None
+    reply = json.loads(line) if line.endswith(b"\n") else None
+    return reply if isinstance(reply, dict) else None
 
 
 def _cpu_ticks(pid: int) -> int:
@@ -136,7 +136,7 @@ MAX_VALUE = 1e15
 MAX_POWERS = 3
 """Maximum number of powers in one answer. Each exponent has one digit, so a value has at most a few thousand digits."""
 
-_TAGS = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL | re.IGNORECASE)
+TAGS = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL | re.IGNORECASE)
 _BOXED = re.compile(r"\\boxed\s*\{")
 _SPACES = re.compile(r"\\[,;:! ]|\\q?quad|~|\s+")
 _WORDED = re.compile(r"\\(?:text|mathrm|mbox|textbf|mathbf|rm)\s*\{([^{}]*)\}")
@@ -171,12 +171,12 @@ class Number(NamedTuple):
 
 def final_answer(reply: str) -> str | None:
     r"""The answer in a reply: the content of its last closed `\boxed{…}` or `<answer>…</answer>`; None without one."""
-    found = [(match.start(), match[1]) for match in _TAGS.finditer(reply)]
+    answers = [(match.start(), match[1]) for match in TAGS.finditer(reply)]
     for match in _BOXED.finditer(reply):
         inside = _braced(reply, match.end())
         if inside is not None:
-            found.append((match.start(), inside))  # a box inside tags starts later than the tags, so the box is used
-    return max(found)[1].strip() if found else None
+            answers.append((match.start(), inside))  # a box inside tags starts later than the tags, so the box is used
+    return max(answers)[1].strip() if answers else None
 
 
 def _braced(text: str, at: int) -> str | None:
@@ -217,8 +217,8 @@ def same_number(answer: Number, gold: Number, tolerance: float = 0.0) -> bool:
         return off <= tolerance * abs(gold.value) + 1e-9
     if off > 1e-5 * max(1.0, abs(gold.value)):
         return False
-    told = POOL.ask("same", gold=gold.latex, answer=answer.latex)
-    return told is not None and bool(told["right"])
+    reply = POOL.ask("same", gold=gold.latex, answer=answer.latex)
+    return reply is not None and bool(reply["right"])
 
 
 def _tidy(text: str) -> str | None:
@@ -270,9 +270,9 @@ def _unnested(text: str) -> str | None:
     for start, end in partner.items():
         if text[start] in "{(" and text[start + 1] == text[start] and partner[start + 1] == end - 1:
             dropped |= {start, end}
-    kept = "".join(sign for at, sign in enumerate(text) if at not in dropped)[1:-1]
+    unnested = "".join(sign for at, sign in enumerate(text) if at not in dropped)[1:-1]
     depth = deepest = 0
-    for sign in kept:
+    for sign in unnested:
         depth += (sign in "{([") - (sign in "})]")
         deepest = max(deepest, depth)
-    return kept if deepest <= DEEPEST else None
+    return unnested if deepest <= DEEPEST else None

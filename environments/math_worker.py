@@ -32,20 +32,15 @@ def compare(gold: str, reply: str) -> dict[str, Any]:
     """Whether the last answer in `reply` equals `gold`; math-verify reads and compares both."""
     from math_verify import parse, verify
 
-    right = _gold(gold, parse)
+    text = gold.rsplit("####", 1)[-1].strip()  # GSM8K's solutions end so
+    # Without the library's own time limits: they count wall time and cannot interrupt slow code in C.
+    right = list(parse(f"${text}$", parsing_timeout=None) or parse(text, parsing_timeout=None))
     if not right:
         return {"problem": f"{gold!r} cannot be read as mathematics"}
-    # Without the library's own time limits: they count wall time and cannot interrupt slow code in C.
     answer = parse(reply, parsing_timeout=None)
     if not answer:
         return {"answer": None, "right": False}
     return {"answer": str(answer[-1]), "right": bool(verify(right, answer, timeout_seconds=None))}
-
-
-def _gold(gold: str, parse: Any) -> list[Any]:
-    """The right answer: the text after `####` if there is one, parsed as LaTeX or else as plain text."""
-    text = gold.rsplit("####", 1)[-1].strip()
-    return list(parse(f"${text}$", parsing_timeout=None) or parse(text, parsing_timeout=None))
 
 
 def read(latex: str) -> dict[str, Any]:
@@ -72,13 +67,13 @@ def _expression(latex: str) -> Any:
     """The SymPy expression that math-verify reads; None if it reads none or several."""
     from math_verify import LatexExtractionConfig, parse
 
-    found = parse(
+    expressions = parse(
         f"\\boxed{{{latex}}}",
         extraction_config=[LatexExtractionConfig()],
         fallback_mode="no_extraction",
         parsing_timeout=None,
     )
-    return found[0] if len(found) == 1 else None
+    return expressions[0] if len(expressions) == 1 else None
 
 
 _TASKS: dict[str, Callable[..., dict[str, Any]]] = {"compare": compare, "read": read, "same": same}

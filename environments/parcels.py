@@ -92,8 +92,8 @@ class ParcelUser:
         towns = towns_of(view.task)
         brought = int(view.facts.get("judged", 0))
         town = towns[brought]
-        found = _REPLY.fullmatch(view.reply)
-        right = found is not None and (found["town"], found["gate"]) == (town, GATES[town])
+        match = _REPLY.fullmatch(view.reply)
+        right = match is not None and (match["town"], match["gate"]) == (town, GATES[town])
         reward = RewardEvent(
             name="parcel",
             value=self._sent if right else self._lost,

@@ -6,16 +6,14 @@ not a failure: otherwise a policy could avoid a grade by making the check slow.
 
 from __future__ import annotations
 
-import re
 from typing import Literal
 
-from engine.environments.math_answers import POOL, SECONDS
+from engine.environments.math_answers import POOL, SECONDS, TAGS
 from engine.schemas.environment import EpisodeView
 from engine.schemas.reward import RewardEvent
 
 MAX_CHARACTERS = 20_000
 """Number of characters at the end of a reply that are searched for an answer."""
-_TAGS = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL | re.IGNORECASE)
 
 
 def check_answer(gold: str, reply: str, seconds: float = SECONDS) -> tuple[bool, str]:
@@ -29,15 +27,15 @@ def check_answer(gold: str, reply: str, seconds: float = SECONDS) -> tuple[bool,
     Raises:
         ValueError: `gold` cannot be read.
     """
-    tagged = _TAGS.findall(reply)
-    told = POOL.ask("compare", seconds, gold=gold, reply=(tagged[-1] if tagged else reply)[-MAX_CHARACTERS:])
-    if told is None:
+    tagged = TAGS.findall(reply)
+    verdict = POOL.ask("compare", seconds, gold=gold, reply=(tagged[-1] if tagged else reply)[-MAX_CHARACTERS:])
+    if verdict is None:
         return False, f"not checked within {seconds:g} s of CPU time"
-    if "problem" in told:
-        raise ValueError(told["problem"])
-    if told["answer"] is None:
-        return False, f"not readable ({told['error']})" if "error" in told else "no answer found"
-    return told["right"], f"{told['answer']} is {'right' if told['right'] else 'wrong'}"
+    if "problem" in verdict:
+        raise ValueError(verdict["problem"])
+    if verdict["answer"] is None:
+        return False, f"not readable ({verdict['error']})" if "error" in verdict else "no answer found"
+    return verdict["right"], f"{verdict['answer']} is {'right' if verdict['right'] else 'wrong'}"
 
 
 def math_verify(
@@ -69,7 +67,7 @@ def math_verify(
     graded = list(enumerate(view.replies))
     rewards: list[RewardEvent] = []
     for turn, reply in graded if turns == "each" else graded[-1:]:
-        right, found = check_answer(gold, reply, seconds)
+        right, verdict = check_answer(gold, reply, seconds)
         if right or wrong:
-            rewards.append(RewardEvent(turn=turn, name=name, value=value if right else wrong, cause=found))
+            rewards.append(RewardEvent(turn=turn, name=name, value=value if right else wrong, cause=verdict))
     return rewards

@@ -129,10 +129,10 @@ class Bm25:
 
     def search(self, query: str, results: int) -> list[str]:
         """The best passages that share a word with the query, best first."""
-        known = [word for word in words_of(query) if word in self._index.vocab_dict]
-        if not known:
+        words = [word for word in words_of(query) if word in self._index.vocab_dict]
+        if not words:
             return []
-        scores = self._index.get_scores(known).tolist()
+        scores = self._index.get_scores(words).tolist()
         best = sorted(range(len(scores)), key=lambda index: (-scores[index], index))[:results]
         return [self.passages[index] for index in best if scores[index] > 0]
 
@@ -173,10 +173,10 @@ class Http:
             with httpx.Client(timeout=self._seconds) as client:
                 answer = client.post(self._url, json=_filled(self._body, {"{query}": query, "{results}": results}))
             answer.raise_for_status()
-            found = list(_at(answer.json(), self._passages))
+            texts = list(_at(answer.json(), self._passages))
         except (httpx.HTTPError, ValueError, LookupError, TypeError) as problem:
             raise ValueError(f"the retriever gave no passages ({type(problem).__name__}: {problem})"[:300]) from None
-        return [text if isinstance(text, str) else json.dumps(text, ensure_ascii=False) for text in found[:results]]
+        return [text if isinstance(text, str) else json.dumps(text, ensure_ascii=False) for text in texts[:results]]
 
 
 def _filled(body: Any, values: dict[str, Any]) -> Any:
@@ -266,8 +266,8 @@ class Search:
         """
         if not 1 <= results <= self._most:
             raise ValueError(f"results is {results}; write 1 to {self._most}")
-        found = self._http.search(query, results) if self._http else self._file.search(query, results)
-        cut = [text if len(text) <= PASSAGE_CHARACTERS else text[:PASSAGE_CHARACTERS] + "…" for text in found]
+        passages = self._http.search(query, results) if self._http else self._file.search(query, results)
+        cut = [text if len(text) <= PASSAGE_CHARACTERS else text[:PASSAGE_CHARACTERS] + "…" for text in passages]
         return "\n\n".join(f"[{number}] {text}" for number, text in enumerate(cut, 1)) or "No passage has these words."
 
     def step(self, view: EpisodeView) -> Step:
@@ -284,9 +284,9 @@ def exact_answer(view: EpisodeView, correct: float = 1.0, form: float = 0.1) -> 
         correct: Reward `correct` of the right answer.
         form: Reward `form` of any answer in tags.
     """
-    found = _ANSWER.findall(view.reply)
-    rewards = [RewardEvent(name="form", value=form, cause="an answer in tags")] if found else []
-    if found and normalised(found[-1]) in {normalised(answer) for answer in _answers(view.task)}:
+    answers = _ANSWER.findall(view.reply)
+    rewards = [RewardEvent(name="form", value=form, cause="an answer in tags")] if answers else []
+    if answers and normalised(answers[-1]) in {normalised(answer) for answer in _answers(view.task)}:
         rewards.append(RewardEvent(name="correct", value=correct, cause="the right answer"))
     return rewards
 
@@ -300,8 +300,8 @@ def first_words(text: str, budget: int, view: EpisodeView, words: int = 6) -> st
         view: The episode.
         words: How many words.
     """
-    found = text.split()
-    return text if len(found) <= words else " ".join(found[:words]) + " …"
+    all_words = text.split()
+    return text if len(all_words) <= words else " ".join(all_words[:words]) + " …"
 
 
 def _answers(task: Task) -> list[str]:

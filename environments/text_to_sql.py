@@ -176,6 +176,8 @@ LONGEST_QUERY = 50_000
 """Maximum bytes of a query."""
 LARGEST_RESULT = 8_000_000
 """Maximum characters and bytes of all rows of a result."""
+MOST_ROWS = 100_000
+"""Maximum number of rows of a right answer."""
 MAX_COPIES = 1_000
 """How often SQLite may copy the tables of `WITH`, one for each use: tables that use each other twice double it."""
 CELL_CHARACTERS = 200
@@ -276,12 +278,12 @@ def run_query(opened: Open, sql: str, *, rows: int, steps: int, seconds: float) 
         try:
             with _stopped_after(seconds, stop):
                 cursor = connection.execute(sql)
-                found = _fetched(cursor, rows + 1)
+                fetched = _fetched(cursor, rows + 1)
         except (sqlite3.Error, sqlite3.Warning, OverflowError, UnicodeError, MemoryError) as problem:
             raise ValueError(over or refused or str(problem) or "The query is too large.") from None
         if cursor.description is None:
             raise ValueError("The query gives no rows: write one SELECT.")
-        return Rows([column[0] for column in cursor.description], found[:rows], len(found) > rows)
+        return Rows([column[0] for column in cursor.description], fetched[:rows], len(fetched) > rows)
 
 
 def _fetched(cursor: sqlite3.Cursor, most: int) -> list[tuple[Any, ...]]:
@@ -338,15 +340,15 @@ def _copies(sql: str) -> int:
         if len(inside) > 1 and word == ")" and depth == inside[-1][1]:
             inside.pop()
         uses[inside[-1][0]][word] += 1
-    known: dict[str, int] = {}
+    copies_of: dict[str, int] = {}
 
     def copies(name: str, above: tuple[str, ...]) -> int:
         if name in above:
             return 0
-        if name not in known:
-            found = sum(n * copies(used, (*above, name)) for used, n in uses[name].items() if used in uses)
-            known[name] = min(1 + found, MAX_COPIES + 1)
-        return known[name]
+        if name not in copies_of:
+            copied = sum(n * copies(used, (*above, name)) for used, n in uses[name].items() if used in uses)
+            copies_of[name] = min(1 + copied, MAX_COPIES + 1)
+        return copies_of[name]
 
     try:
         return copies("", ())
@@ -425,8 +427,7 @@ class TextToSql:
         self._correct = correct
         self._runs = runs
         self._rows = rows
-        self._steps = steps
-        self._seconds = seconds
+        self._run = partial(run_query, steps=steps, seconds=seconds)
 
     def reset(self, task: Task, seed: int) -> Reset:
         """The question and the tables, as the user's first message."""
@@ -434,9 +435,9 @@ class TextToSql:
             if not isinstance(task.fields.get(name), str):
                 raise ValueError(f"task {task.id!r} has no text `{name}`; write `question` and `sql`")
         for opened in self._databases(task):
-            self._right(opened, task.fields["sql"])  # the task's own query must run
+            self._run(opened, task.fields["sql"], rows=MOST_ROWS)  # the task's own query must run
         listed = "SELECT sql FROM sqlite_master WHERE type = 'table' AND sql IS NOT NULL ORDER BY rowid"
-        tables = self._run(self._databases(task)[0], listed, 200)
+        tables = self._run(self._databases(task)[0], listed, rows=200)
         schema = ";\n".join(str(row[0]) for row in tables.rows)
         words = f"{task.fields['question']}\n\nThe tables:\n{schema};\n\nEnd with one query: <sql>SELECT …</sql>"
         return Reset(messages=[Message(role="user", content=words)], facts={"tries": 0, "runs": False})
@@ -451,15 +452,15 @@ class TextToSql:
         Args:
             sql: One SELECT statement of SQLite.
         """
-        return self._run(self._databases(view.task)[0], sql, self._rows).shown()
+        return self._run(self._databases(view.task)[0], sql, rows=self._rows).shown()
 
     def step(self, view: EpisodeView) -> Step:
         """`done` after a right answer or the last try; otherwise `wrong`, with the error or without any detail."""
         tries = int(view.facts["tries"]) + 1
-        found = _SQL.findall(view.reply)
+        answers = _SQL.findall(view.reply)
         runs, right, words = False, False, "There is no <sql>."
-        if found:
-            runs, right, words = self._graded(view.task, found[-1])
+        if answers:
+            runs, right, words = self._graded(view.task, answers[-1])
         rewards = []
         if runs and not view.facts["runs"]:
             rewards.append(RewardEvent(name="runs", value=self._runs, cause="a query without error"))
@@ -475,20 +476,14 @@ class TextToSql:
         """Whether an answer runs, whether it is right, and the message about it."""
         ordered = bool(task.fields.get("ordered", False))
         for opened in self._databases(task):
-            wanted = self._right(opened, task.fields["sql"])
+            wanted = self._run(opened, task.fields["sql"], rows=MOST_ROWS).rows
             try:
-                given = self._run(opened, sql, len(wanted) + 1)
+                given = self._run(opened, sql, rows=len(wanted) + 1)
             except ValueError as problem:
                 return False, False, f"The query fails: {str(problem).rstrip('.')}."
             if not same_rows(given.rows, wanted, ordered):
                 return True, False, "The query runs, but its rows are wrong."
         return True, True, ""
-
-    def _run(self, opened: Open, sql: str, rows: int) -> Rows:
-        return run_query(opened, sql, rows=rows, steps=self._steps, seconds=self._seconds)
-
-    def _right(self, opened: Open, sql: str) -> list[tuple[Any, ...]]:
-        return self._run(opened, sql, 100_000).rows
 
     def _databases(self, task: Task) -> list[Open]:
         """Functions that open the shown database and, after it, the databases for checking."""

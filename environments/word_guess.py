@@ -68,16 +68,16 @@ def problems(count: int = 64, seed: int = 0, held_out: bool = False) -> Iterator
 def marks(guess: str, word: str) -> list[Mark]:
     """The mark of each letter of `guess`; both words have the same length."""
     left = Counter(hidden for tried, hidden in zip(guess, word, strict=True) if tried != hidden)
-    found: list[Mark] = []
+    letter_marks: list[Mark] = []
     for tried, hidden in zip(guess, word, strict=True):
         if tried == hidden:
-            found.append("right")
+            letter_marks.append("right")
         elif left[tried]:
             left[tried] -= 1
-            found.append("wrong")
+            letter_marks.append("wrong")
         else:
-            found.append("absent")
-    return found
+            letter_marks.append("absent")
+    return letter_marks
 
 
 class WordGuess:
@@ -109,20 +109,20 @@ class WordGuess:
     def step(self, view: EpisodeView) -> Step:
         """Mark a guess. The fact `known` has the letters whose places are right so far: `_r_n_`."""
         word = _word(view.task)
-        tries, known = int(view.facts["tries"]) + 1, str(view.facts["known"])
-        found = _GUESS.findall(view.reply)
-        guess = found[-1].lower() if found else ""
+        tries, placed = int(view.facts["tries"]) + 1, str(view.facts["known"])
+        guesses = _GUESS.findall(view.reply)
+        guess = guesses[-1].lower() if guesses else ""
         if len(guess) != len(word):
             said = f"{guess!r} has {len(guess)} letters." if guess else "There is no guess."
             said += f" Write <guess>word</guess> with {len(word)} letters."
             rewards = [RewardEvent(name="format", value=self._unreadable, cause="no guess of the right length")]
-            return self._next(tries, known, said, rewards, word, solved=False)
+            return self._next(tries, placed, said, rewards, word, solved=False)
         marked = marks(guess, word)
         now = "".join(
-            letter if place == "right" else old for letter, place, old in zip(guess, marked, known, strict=True)
+            letter if place == "right" else old for letter, place, old in zip(guess, marked, placed, strict=True)
         )
         rewards = []
-        if self._progress and (new := known.count("_") - now.count("_")):
+        if self._progress and (new := placed.count("_") - now.count("_")):
             rewards.append(RewardEvent(name="progress", value=new * self._progress, cause=f"{new} more in place"))
         if guess == word:
             rewards.append(RewardEvent(name="won", value=self._won, cause=f"guessed at try {tries}"))

@@ -61,19 +61,19 @@ def _value(node: ast.expr) -> float:
 
 def examples() -> list[dict[str, Any]]:
     """The instruction, and conversations that show a small model how to call. Its template shows calls as text only."""
-    found = [{"role": "system", "content": "Use the calculator for every problem. Then say: The answer is 5."}]
+    messages = [{"role": "system", "content": "Use the calculator for every problem. Then say: The answer is 5."}]
     for question, expression, answer in (
         ("What is 12 + 7 * 3?", "12 + 7 * 3", "33"),
         ("Ida has 6 boxes with 8 pears in each and 5 more. How many pears are there?", "6 * 8 + 5", "53"),
         ("Max has 9 bags of 14 nuts and gives away 6. How many nuts are left?", "9 * 14 - 6", "120"),
     ):
-        found += [
+        messages += [
             {"role": "user", "content": question},
             {"role": "assistant", "content": f"<call>calculate({expression})</call>"},
             {"role": "user", "content": answer},
             {"role": "assistant", "content": f"The answer is {answer}."},
         ]
-    return found
+    return messages
 
 
 def chat(messages: list[dict[str, Any]]) -> dict[str, Any]:

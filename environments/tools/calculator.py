@@ -123,11 +123,11 @@ def _tokens(expression: str) -> list[_Token]:
         match = _TOKEN.match(text, position)
         if match is None:  # unreachable: `other` takes any character that is not a space
             raise AssertionError(text[position:])
-        kind, found = str(match.lastgroup), match.group(str(match.lastgroup))
+        kind, written = str(match.lastgroup), match.group(str(match.lastgroup))
         column = match.start(kind) + 1
         if kind in ("word", "other"):
-            _refuse(kind, found, column)
-        tokens.append(_Token(kind, found, column))
+            _refuse(kind, written, column)
+        tokens.append(_Token(kind, written, column))
         position = match.end()
     if not tokens:
         raise ValueError(f"The expression is empty. Write one such as {_EXAMPLE}.")

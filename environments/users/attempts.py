@@ -76,9 +76,9 @@ class Attempts:
     def respond(self, view: EpisodeView) -> UserTurn:
         """Grade the newest attempt; satisfied if it is right or the last one. No state is kept between calls."""
         attempt = view.user_turn + 1
-        right, found = (False, "cut off") if view.finish == "length" else self._check(view)
+        right, verdict = (False, "cut off") if view.finish == "length" else self._check(view)
         value = self._value if right else self._miss
-        cause = f"attempt {attempt}: {found or 'no answer found'}"
+        cause = f"attempt {attempt}: {verdict or 'no answer verdict'}"
         turn = UserTurn(
             solved=right and (self._until == "right" or attempt == self._attempts),
             rewards=[RewardEvent(name="correct", value=value, cause=cause)] if value else [],
@@ -86,9 +86,9 @@ class Attempts:
         )
         if attempt == self._attempts or (right and self._until == "right"):
             return turn.model_copy(update={"satisfied": True})
-        asked: dict[str, Any] = {"content": self._wrong, "fields": {"found": found or "", "attempt": attempt}}
+        asked: dict[str, Any] = {"content": self._wrong, "fields": {"found": verdict or "", "attempt": attempt}}
         if self._until == "right":
-            asked["recover"] = "wrong" if found else "no_answer"
+            asked["recover"] = "wrong" if verdict else "no_answer"
         return turn.model_copy(update=asked)
 
     def _check(self, view: EpisodeView) -> tuple[bool, str | None]:
@@ -100,8 +100,8 @@ class Attempts:
             said = view.reply.strip()
             return said == gold.strip(), said or None
         if self._grade == "math":
-            right, found = check_answer(gold, view.reply)
-            return right, None if found == "no answer found" else found
+            right, verdict = check_answer(gold, view.reply)
+            return right, None if verdict == "no answer found" else verdict
         answer = final_number(view.reply)
         if answer is None:
             return False, None

@@ -19,15 +19,15 @@ def envs(
     from engine.cli.console import make_console
     from engine.plugins.adapters.offered import offered
 
-    found = offered()
+    offers = offered()
     if as_json:
-        for item in found:
+        for item in offers:
             echo_json({name: getattr(item, name) for name in item.__slots__}, indent=None)
         return
     table = Table(box=None, pad_edge=False)
     for heading in ("kind", "name", "write", "needs", "from"):
         table.add_column(heading, overflow="fold")
-    for item in found:
+    for item in offers:
         needs = (
             "nothing"
             if not item.needs

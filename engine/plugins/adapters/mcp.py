@@ -381,26 +381,26 @@ class Connection:
 
     async def _opened(self) -> list[dict[str, Any]]:
         await self.session.initialize()
-        found: list[dict[str, Any]] = []
+        tools: list[dict[str, Any]] = []
         cursor = None
         while True:
             kind = library("mcp", "mcp.types").PaginatedRequestParams
             page = await self.session.list_tools(params=kind(cursor=cursor) if cursor else None)
-            found += [_item(tool) for tool in page.tools]
-            if len(found) > MAX_TOOLS:
+            tools += [_item(tool) for tool in page.tools]
+            if len(tools) > MAX_TOOLS:
                 raise AdapterError(f"it offers more than {MAX_TOOLS} tools")
             cursor = either_field(page, "next_cursor", "nextCursor")
             if not cursor:
-                return found
+                return tools
 
     async def _pump(self, read: Any, into: Any) -> None:
         """Pass on what the server says, until it has ended: so its end is seen at once. What is no message is logged."""
-        told = 0
+        garbage = 0
         async with into:
             async for message in read:
                 if isinstance(message, Exception):
-                    told += 1
-                    if told <= 3:
+                    garbage += 1
+                    if garbage <= 3:
                         log.warning("an MCP server wrote what is no message", error=error_words(message)[:300])
                     continue
                 await into.send(message)

@@ -97,9 +97,9 @@ def _source(item: str | Mapping[str, Any], size: int, seed: int) -> dict[str, An
 def _dataset(name: str, config: bytes, seed: int, size: int) -> Any:
     """A data set of the library; made once in each process, because some take seconds."""
     gym = library(NAME, "reasoning_gym")
-    known = library(NAME, "reasoning_gym.factory").DATASETS
-    if name not in known:
-        raise AdapterError(f"reasoning-gym has no data set `{name}`; it has {', '.join(sorted(known))}")
+    datasets = library(NAME, "reasoning_gym.factory").DATASETS
+    if name not in datasets:
+        raise AdapterError(f"reasoning-gym has no data set `{name}`; it has {', '.join(sorted(datasets))}")
     try:
         return gym.create_dataset(name, **orjson.loads(config), seed=seed, size=size)
     except (TypeError, ValueError, AssertionError) as error:
@@ -202,10 +202,10 @@ class ReasoningGymEnvironment:
         )
 
     def _answer(self, reply: str) -> str | None:
-        found: str | None = (
+        answer: str | None = (
             library(NAME, "reasoning_gym.utils").extract_answer(reply, self._tag) if self._tag else reply
         )
-        return found
+        return answer
 
     def _source_of(self, task: Task) -> dict[str, Any]:
         source = {key: task.fields.get(key, value) for key, value in self._source.items()}

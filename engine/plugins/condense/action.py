@@ -72,13 +72,14 @@ class CondenseAction(SpecCodeAction):
         """
         conversation = episode.conversation
         before = conversation.measure(conversation.thread.messages)
+        blocks: list[Block] = []
+        sampled = 0
         if self._spec.keep is not None:
-            found = await self._slid(conversation, self._spec.keep)
+            new = await self._slid(conversation, self._spec.keep)
         elif isinstance(self._spec.chunks, ByHistory):
-            found = await self._history(episode, objects)
+            new, blocks, sampled = await self._history(episode, objects)
         else:
-            found = await self._chunks(episode, objects, before)
-        new, blocks, sampled = found
+            new, blocks, sampled = await self._chunks(episode, objects, before)
         vision = self._template.vision
         after = conversation.measure(new if vision is None else in_memory(new, vision)) if new else before
         if not new or (after >= before and self._spec.keep is None):  # a window limits the number of images
@@ -90,15 +91,13 @@ class CondenseAction(SpecCodeAction):
         thread = [message if (at := numbers.get(id(message))) is None else at for message in new]
         return CondenseRecord(thread=thread, blocks=blocks, before=before, after=after, sampled=sampled)
 
-    async def _slid(self, conversation: Conversation, keep: WindowSpec) -> tuple[list[Message], list[Block], int]:
-        """Only the newest images stay: (thread, blocks, sampled tokens)."""
-        vision, older = (
-            self._template.vision,
-            older_images(self._spec, conversation.thread.messages, conversation.opening),
-        )
+    async def _slid(self, conversation: Conversation, keep: WindowSpec) -> list[Message]:
+        """The thread with the newest images alone; none if all of them stay."""
+        vision, thread = self._template.vision, conversation.thread.messages
+        older = older_images(self._spec, thread, conversation.opening)
         if vision is None or not older:
-            return [], [], 0
-        return await asyncio.to_thread(slid, keep, conversation.thread.messages, older, vision.bank), [], 0
+            return []
+        return await asyncio.to_thread(slid, keep, thread, older, vision.bank)
 
     async def _chunks(
         self, episode: Episode, objects: EpisodeObjects, before: int
@@ -106,9 +105,11 @@ class CondenseAction(SpecCodeAction):
         """Condense chunks, oldest first, until the prompt has the target's length: (thread, blocks, sampled tokens)."""
         conversation = episode.conversation
         waiting = chunks_of(self._spec, conversation.thread.messages, conversation.opening, self._count)
-        target = self._target(before)
+        target = self._spec.target_tokens or (self._room or before) // 2
         over = before - target
-        budget = self._budget()
+        condenser = self._spec.condenser
+        # Maximum number of tokens of what stands for a chunk.
+        budget = self._count(condenser.text) if isinstance(condenser, DropSpec) else condenser.tokens
         done: dict[Chunk, str] = {}
         sampled = 0
         while waiting and over > 0:
@@ -175,7 +176,18 @@ class CondenseAction(SpecCodeAction):
         if isinstance(condenser, SummarySpec):
             return await self._summary(condenser, text, episode, objects, index)
         assert isinstance(condenser, OwnCondenserSpec)
-        return await self._by_own(condenser, text, episode, objects), 0
+        assert self._function is not None
+        answer = await self.ask(
+            self._function.of(objects),
+            text,
+            condenser.tokens,
+            episode.view(),
+            gives=str,
+            seconds=condenser.timeout,
+            blame="environment",
+            what=f"`{condenser.use}`",
+        )
+        return answer if self._count(answer) <= condenser.tokens else "", 0
 
     async def _summary(
         self, spec: SummarySpec, text: str, episode: Episode, objects: EpisodeObjects, index: int
@@ -190,30 +202,6 @@ class CondenseAction(SpecCodeAction):
             intended=[own_spans(item.content, fields) for item in spec.messages],
         )
         return "" if reply.cut else reply.text, reply.tokens
-
-    async def _by_own(self, own: OwnCondenserSpec, text: str, episode: Episode, objects: EpisodeObjects) -> str:
-        assert self._function is not None
-        answer = await self.ask(
-            self._function.of(objects),
-            text,
-            own.tokens,
-            episode.view(),
-            gives=str,
-            seconds=own.timeout,
-            blame="environment",
-            what=f"`{own.use}`",
-        )
-        return answer if self._count(answer) <= own.tokens else ""
-
-    def _target(self, before: int) -> int:
-        if self._spec.target_tokens is not None:
-            return self._spec.target_tokens
-        return (self._room or before) // 2
-
-    def _budget(self) -> int:
-        """Maximum number of tokens of what stands for a chunk."""
-        condenser = self._spec.condenser
-        return self._count(condenser.text) if isinstance(condenser, DropSpec) else condenser.tokens
 
     def _count(self, text: str) -> int:
         """Tokens of a text as a conversation has it: special tokens that it spells are plain text."""

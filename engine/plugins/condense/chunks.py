@@ -1,7 +1,10 @@
-"""Cuts the messages of a thread into chunks, and puts other texts in the place of chunks.
+"""Cuts the messages of a thread into chunks, finds their keywords, and puts other texts in the place of chunks.
 
 Invariant: the chunks of a text are disjoint and in order. `replaced` changes the characters of its chunks and nothing else.
 A text that is already a condensed block is in no chunk, so nothing is condensed twice (except as part of the history).
+
+Keywords are found by YAKE: statistical, without a model and without a download (Campos et al., 2020). It separates words at white space.
+Chinese, Japanese and Thai have none, so BudouX splits their text into phrases first, and a keyword is one phrase.
 """
 
 from __future__ import annotations
@@ -60,22 +63,24 @@ def chunks_of(spec: CondenseSpec, thread: Sequence[Message], opening: int, count
     """
     first = 0 if spec.opening else opening
     cut = _cutter(spec, count)
-    found: list[Chunk] = []
+    chunks: list[Chunk] = []
     for place in range(first, max(first, len(thread) - spec.keep_last)):
         message = thread[place]
         if message.role not in spec.roles:
             continue
         if spec.condenser.kind == "drop" and spec.chunks.by == "message":
             if not _BLOCK.fullmatch(message.text) and (message.text or message.images):
-                found.append(Chunk(place, -1, 0, 0, message.text, count(message.text)))
+                chunks.append(Chunk(place, -1, 0, 0, message.text, count(message.text)))
             continue
-        for part, text in enumerate(_texts(message)):
+        content = message.content
+        texts = [content] if isinstance(content, str) else [item.text for item in content if isinstance(item, TextPart)]
+        for part, text in enumerate(texts):
             for start, end in _outside_blocks(text):
                 for low, high in cut(text[start:end]):
                     words = text[start + low : start + high]
                     if words.strip():
-                        found.append(Chunk(place, part, start + low, start + high, words, count(words)))
-    return found
+                        chunks.append(Chunk(place, part, start + low, start + high, words, count(words)))
+    return chunks
 
 
 def history_of(thread: Sequence[Message], opening: int, keep_last: int) -> tuple[int, int]:
@@ -128,12 +133,6 @@ def _spliced(text: str, texts: Sequence[tuple[Chunk, str]]) -> str:
     return "".join([*pieces, text[at:]])
 
 
-def _texts(message: Message) -> list[str]:
-    if isinstance(message.content, str):
-        return [message.content]
-    return [part.text for part in message.content if isinstance(part, TextPart)]
-
-
 def _outside_blocks(text: str) -> Iterator[tuple[int, int]]:
     at = 0
     for block in _BLOCK.finditer(text):
@@ -153,7 +152,7 @@ def _cutter(spec: CondenseSpec, count: Count) -> Callable[[str], list[tuple[int,
 
 def _by_passage(pattern: re.Pattern[str]) -> Callable[[str], list[tuple[int, int]]]:
     def cut(text: str) -> list[tuple[int, int]]:
-        at = sorted({0, *(found.start() for found in pattern.finditer(text)), len(text)})
+        at = sorted({0, *(match.start() for match in pattern.finditer(text)), len(text)})
         return list(pairwise(at))
 
     return cut
@@ -192,23 +191,18 @@ def keywords(text: str, spec: KeywordsSpec, count: Count) -> str:
     """
     extractor, phrases = _tools(spec.language, spec.ngram)
     words = text if phrases is None else " ".join(phrases(text))
-    ranked = [keyword for keyword, _ in _ranked(extractor, words)]
+    try:
+        weighted: list[tuple[str, float]] = extractor.extract_keywords(words)
+    except ValueError:  # of a text without words, such as digits only
+        weighted = []
     chosen: list[str] = []
-    for keyword in ranked:
+    for keyword, _ in sorted(weighted, key=lambda item: (float(item[1]), item[0])):
         if not any(keyword.lower() in other.lower() for other in chosen) and (
             count("; ".join([*chosen, keyword])) <= spec.tokens
         ):
             chosen.append(keyword)
     lowered = text.lower()
     return "; ".join(sorted(chosen, key=lambda keyword: lowered.find(keyword.lower())))
-
-
-def _ranked(extractor: Any, words: str) -> list[tuple[str, float]]:
-    try:
-        found: list[tuple[str, float]] = extractor.extract_keywords(words)
-    except ValueError:  # of a text without words, such as digits only
-        return []
-    return sorted(found, key=lambda item: (float(item[1]), item[0]))
 
 
 @lru_cache(16)

@@ -1,4 +1,4 @@
-"""When a conversation must be condensed before the model is asked."""
+"""When a conversation must be condensed before the model is asked, and the window of images that slides then."""
 
 from __future__ import annotations
 

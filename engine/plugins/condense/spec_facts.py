@@ -1,4 +1,5 @@
-"""What condensing means for other parts of a spec: the tool `expand`, a condenser of the spec's own, the summarising model."""
+"""What condensing means for other parts of a spec: the tool `expand`, a condenser of the spec's own, the summarising model, and the
+states that `limits.on_overflow: condense` adds."""
 
 from __future__ import annotations
 
@@ -29,15 +30,15 @@ def facts(spec: EpisodeSpec) -> SpecFacts:
     expand = AddedTool(path=("condense", "expand"), make="engine.plugins.condense.expand:expand_tool")
     code: tuple[AddedCode, ...] = ()
     roles: dict[DataPath, PlayedRole] = {}
-    if isinstance(own := condense.condenser, OwnCondenserSpec):
-        entry = Entry(use=own.use, with_=own.with_)
+    if isinstance(condenser := condense.condenser, OwnCondenserSpec):
+        entry = Entry(use=condenser.use, with_=condenser.with_)
         code = (
             AddedCode(
                 path=_CONDENSER,
                 entry=entry,
                 part="condenser",
                 takes=("text", "budget", "view"),
-                isolation=own.isolation,
+                isolation=condenser.isolation,
             ),
         )
     if isinstance(summary := condense.condenser, SummarySpec):

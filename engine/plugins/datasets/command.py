@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from engine.cli.export import ExportFormat
 from engine.terminal import echo
+
+if TYPE_CHECKING:
+    from engine.plugins.datasets.sft_rows import Selection
+    from engine.store.reader import RunReader
 
 
 class Content(StrEnum):
@@ -66,52 +69,45 @@ TURNS = Annotated[
 ]
 
 
-@dataclass(frozen=True)
-class DatasetOptions:
-    """The options of the command that data sets have."""
-
-    format: str
-    content: Content | None
-    images: Images
-    filter: str | None
-    turns: str | None
-    score: str | None
-    ground_truth: str | None
-    push: str | None
-    public: bool
-
-    @classmethod
-    def of(cls, form: str, given: Mapping[str, Any]) -> DatasetOptions:
-        """The options as they were given; verl's format has no `--turns`."""
-        return cls(
-            form,
-            given["--content"],
-            given["--images"] or Images.BYTES,
-            given["--filter"],
-            given.get("--turns"),
-            given["--score"],
-            given["--ground-truth"],
-            given["--push"],
-            bool(given["--public"]),
-        )
-
-    def problem(self, known: list[str]) -> str | None:
-        """Why they do not go together; None if they do."""
-        content = self.content or known[0]
-        if content not in known:
-            return f"--content {content} is not one of --format {self.format}, which has: {', '.join(known)}"
-        if self.turns is not None and content not in ("turns", "preferences"):
-            return f"--turns has no effect with --content {content}; leave it out, or use --content turns"
-        if self.ground_truth is not None and content != "prompts":
-            return f"--ground-truth has no effect with --content {content}; leave it out, or use --content prompts"
-        if self.public and self.push is None:
-            return "--public has an effect only with --push"
-        if self.push is not None and self.images == "paths":
-            return "--images paths names files of this machine, which nobody who reads the hub has; leave it out"
-        return None
+def _problem(form: str, contents: list[str], options: Mapping[str, Any]) -> str | None:
+    """Why the options of the command do not go together; None if they do."""
+    content = options["--content"] or contents[0]
+    rows = (
+        (
+            content not in contents,
+            f"--content {content} is not one of --format {form}, which has: {', '.join(contents)}",
+        ),
+        (
+            options.get("--turns") is not None and content not in ("turns", "preferences"),
+            f"--turns has no effect with --content {content}; leave it out, or use --content turns",
+        ),
+        (
+            options["--ground-truth"] is not None and content != "prompts",
+            f"--ground-truth has no effect with --content {content}; leave it out, or use --content prompts",
+        ),
+        (options["--public"] and options["--push"] is None, "--public has an effect only with --push"),
+        (
+            options["--push"] is not None and options["--images"] == "paths",
+            "--images paths names files of this machine, which nobody who reads the hub has; leave it out",
+        ),
+    )
+    return next((message for holds, message in rows if holds), None)
 
 
-def export_dataset(form: str, run: str, runs: Path, out: Path | None, given: Mapping[str, Any]) -> None:
+def _selection(store: RunReader, options: Mapping[str, Any]) -> Selection:
+    """What `--filter` and `--turns` choose."""
+    from engine.plugins.datasets.sft_rows import Selection
+    from engine.store.episode_filter import TURN_VARIABLES, EpisodeFilter
+
+    selection = Selection()
+    if options["--filter"] is not None:
+        selection.episode = EpisodeFilter(store, options["--filter"])
+    if options.get("--turns") is not None:
+        selection.turn = EpisodeFilter(store, options["--turns"], "--turns", TURN_VARIABLES)
+    return selection
+
+
+def export_dataset(form: str, run: str, runs: Path, out: Path | None, options: Mapping[str, Any]) -> None:
     """Write the data set, print what it does not carry, and push it.
 
     Args:
@@ -119,66 +115,60 @@ def export_dataset(form: str, run: str, runs: Path, out: Path | None, given: Map
         run: A run's folder, id, or `latest`.
         runs: The folder of runs.
         out: The file; by default in the run's folder.
-        given: The options of the command: `--content` -> its value.
+        options: The options of the command: `--content` -> its value.
     """
     from engine.cli.console import make_console
     from engine.cli.run_report import dropped_words
     from engine.errors import EngineError
-    from engine.plugins.datasets.contents import TABLES, Source
+    from engine.plugins.datasets.contents import TABLES, ExportedRun
     from engine.plugins.datasets.tables import image_bytes, image_paths, write_table
-    from engine.store.episode_filter import TURN_VARIABLES, EpisodeFilter
     from engine.store.find import find_run
     from engine.store.store import RunStore
     from engine.tokens.loading import load_format
 
-    options = DatasetOptions.of(form, given)
     tables = TABLES[form]
-    if problem := options.problem(list(tables)):
+    if problem := _problem(form, list(tables), options):
         echo(f"error: {problem}", err=True)
         raise typer.Exit(2)
-    content = options.content or next(iter(tables))
+    content, push = options["--content"] or next(iter(tables)), options["--push"]
     console = make_console(soft_wrap=True)
     try:
         with RunStore.open(find_run(run, runs), readonly=True) as store:
-            if options.push is not None:
+            if push is not None:
                 from engine.plugins.datasets.hub import check_push
 
-                check_push(options.push)
-            source = Source(store, load_format(store.header.model, store.header.base), options.score)
-            source.ground_truth = options.ground_truth
-            if options.filter is not None:
-                source.episode = EpisodeFilter(store, options.filter)
-            if options.turns is not None:
-                source.turn = EpisodeFilter(store, options.turns, "--turns", TURN_VARIABLES)
-            path = out or store.default_file(f"{options.format}_{content}.parquet")
+                check_push(push)
+            template = load_format(store.header.model, store.header.base)
+            source = ExportedRun(
+                store, template, _selection(store, options), options["--score"], options["--ground-truth"]
+            )
+            path = out or store.default_file(f"{form}_{content}.parquet")
             folder = path.with_name(f"{path.stem}_images")
-            image = image_bytes(store) if options.images == "bytes" else image_paths(store, folder)
+            image = image_paths(store, folder) if options["--images"] == "paths" else image_bytes(store)
             metadata = {"episode_engine.run_id": store.run_id, "episode_engine.version": store.header.engine_version}
             count = write_table(tables[content](source), path, metadata, image=image)
             console.print(f"{count} rows: {path}")
-            for line in source.losses.lines():
+            for line in source.summary():
                 console.print(line)
             if dropped := dropped_words(store):
                 console.print(dropped, style="yellow")
-            if options.push is not None:
+            if push is not None:
                 from engine.plugins.datasets.hub import push_file
 
-                url = push_file(
-                    path, options.push, rows=count, public=options.public, run_id=store.run_id, content=content
-                )
+                public = bool(options["--public"])
+                url = push_file(path, push, rows=count, public=public, run_id=store.run_id, content=content)
                 console.print(f"pushed: {url}")
     except EngineError as error:
         echo(str(error), err=True)
         raise typer.Exit(2) from None
 
 
-def export_sft(run: str, runs: Path, out: Path | None, given: Mapping[str, Any]) -> None:
+def export_sft(run: str, runs: Path, out: Path | None, options: Mapping[str, Any]) -> None:
     """Write rows for supervised fine-tuning: one per branch, with ids, masks by turn and the messages that the model was shown."""
     from engine.cli.console import make_console
     from engine.cli.run_report import dropped_words
     from engine.errors import EngineError
-    from engine.plugins.datasets.sft_rows import SftSelection, sft_rows
-    from engine.store.episode_filter import TURN_VARIABLES, EpisodeFilter
+    from engine.plugins.datasets.sft_rows import sft_rows
     from engine.store.find import find_run
     from engine.store.loader import vision_of, with_image_files
     from engine.store.rows.export import write_jsonl
@@ -187,12 +177,8 @@ def export_sft(run: str, runs: Path, out: Path | None, given: Mapping[str, Any])
     try:
         with RunStore.open(find_run(run, runs), readonly=True) as store:
             path = out or store.default_file("sft.jsonl")
-            selection = SftSelection()
-            if given["--filter"] is not None:
-                selection.episode = EpisodeFilter(store, given["--filter"])
-            if given["--turns"] is not None:
-                selection.turn = EpisodeFilter(store, given["--turns"], "--turns", TURN_VARIABLES)
-            columns = (row.columns() for row in sft_rows(store, selection, score=given["--score"]))
+            selection = _selection(store, options)
+            columns = (row.columns() for row in sft_rows(store, selection, score=options["--score"]))
             count = write_jsonl(with_image_files(columns, path, partial(vision_of, store)), path)
             dropped = dropped_words(store)
     except EngineError as error:

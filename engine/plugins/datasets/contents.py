@@ -20,7 +20,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import RenderError, StoreError
-from engine.plugins.datasets.sft_rows import unusable
+from engine.plugins.datasets.sft_rows import Selection
 from engine.plugins.datasets.tables import Kind, Table, identity
 from engine.spec.rows.sources import find
 from engine.store.rows.columns import json_text
@@ -41,21 +41,6 @@ _MARK = "<image>"
 _UNRECEIVED = "replies that an agent program did not receive"
 
 
-@dataclass
-class Losses:
-    """What a data set does not carry, counted."""
-
-    counts: Counter[str] = field(default_factory=Counter)
-    """Number of things by what they are."""
-    left_out: Counter[str] = field(default_factory=Counter)
-    """Number of things that have no row, by what they are."""
-
-    def lines(self) -> list[str]:
-        """One line for each, in a fixed order."""
-        lost = [f"not carried: {count} {what}" for what, count in sorted(self.counts.items()) if count]
-        return lost + [f"left out: {count} {what}" for what, count in sorted(self.left_out.items()) if count]
-
-
 @dataclass(frozen=True)
 class ShownTurn:
     """A reply and what the model was shown before it."""
@@ -74,14 +59,14 @@ class RunTexts:
     Args:
         store: The run.
         template: The chat template of its model.
-        losses: Counts what cannot be carried.
+        lost: Counts what cannot be carried, by what it is.
     """
 
-    def __init__(self, store: RunReader, template: ChatTemplate, losses: Losses) -> None:
+    def __init__(self, store: RunReader, template: ChatTemplate, lost: Counter[str]) -> None:
         self._template = template
-        self._losses = losses
+        self._lost = lost
         self._tools = store.tool_schemas()
-        self._known: tuple[str, dict[int, View]] = ("", {})
+        self._replies: tuple[str, dict[int, View]] = ("", {})
 
     def tools(self, trajectory: Trajectory) -> list[View]:
         """The schemas of the tools that the model was shown, as the run's folder has them."""
@@ -90,8 +75,8 @@ class RunTexts:
 
     def turn(self, trajectory: Trajectory, turn: Turn) -> ShownTurn:
         """One reply with its prompt."""
-        if self._known[0] != trajectory.episode_id:
-            self._known = (trajectory.episode_id, {})
+        if self._replies[0] != trajectory.episode_id:
+            self._replies = (trajectory.episode_id, {})
         messages, numbers = shown_messages(trajectory, turn.index)
         turn_of = {at: number for number, at in enumerate(reply_numbers(trajectory))}
         views = [
@@ -99,8 +84,8 @@ class RunTexts:
             for message, number in zip(messages, numbers, strict=True)
         ]
         images = [part.image for message in messages[:-1] for part in message.images]
-        whole = turn.event != "malformed" and turn.finish.type == "stop"
-        return ShownTurn(views[:-1], views[-1], images, whole)
+        is_whole = turn.event != "malformed" and turn.finish.type == "stop"
+        return ShownTurn(views[:-1], views[-1], images, is_whole)
 
     def opening(self, trajectory: Trajectory) -> tuple[list[View], list[str]]:
         """What the model was shown before its first reply, with the digests of the images."""
@@ -116,44 +101,38 @@ class RunTexts:
         ids = branch.input_ids
         try:
             prompt = self._template.render_views(shown.prompt, list(tools) or None)
-            whole = self._template.render_views([*shown.prompt, shown.reply], list(tools) or None)
+            with_reply = self._template.render_views([*shown.prompt, shown.reply], list(tools) or None)
         except RenderError:
             return False
         shown_ids: list[int] = ids[: turn.end].tolist()
-        return prompt == shown_ids[: turn.start] and whole[: turn.end] == shown_ids
+        return prompt == shown_ids[: turn.start] and with_reply[: turn.end] == shown_ids
 
     def _reply(self, trajectory: Trajectory, number: int) -> View:
-        known = self._known[1]
-        if number not in known:
+        replies = self._replies[1]
+        if number not in replies:
             turn = trajectory.turns[number]
-            message = trajectory.messages[reply_numbers(trajectory)[number]]
-            known[number] = self._sampled(trajectory, turn) if turn.end > turn.start else self._view(message)
-        return known[number]
-
-    def _sampled(self, trajectory: Trajectory, turn: Turn) -> View:
-        ids = trajectory.branches[turn.branch].input_ids
-        tools = self.tools(trajectory)
-        parsed = self._template.replies.parse(
-            ids[turn.start : turn.end], before=ids[: turn.start], turn=turn.index, tools=tools
-        )
-        return self._plain(self._template.views.of_reply(parsed, ids[turn.start : turn.end]))
+            if turn.end > turn.start:
+                ids = trajectory.branches[turn.branch].input_ids
+                sampled, tools = ids[turn.start : turn.end], self.tools(trajectory)
+                parsed = self._template.replies.parse(sampled, before=ids[: turn.start], turn=turn.index, tools=tools)
+                replies[number] = self._plain(self._template.views.of_reply(parsed, sampled))
+            else:
+                replies[number] = self._view(trajectory.messages[reply_numbers(trajectory)[number]])
+        return replies[number]
 
     def _view(self, message: Message) -> View:
         try:
             view = self._template.views.of(message)
         except RenderError:  # the run's backend was shown more than this template can show
-            self._losses.counts["messages that the chat template cannot show in full"] += 1
+            self._lost["messages that the chat template cannot show in full"] += 1
             view = {"role": message.role, "content": message.text}
         return self._plain(view)
 
     def _plain(self, view: View) -> View:
         """The view without the engine's marks: text that only spells a special token becomes that token elsewhere."""
-        marked = _has_mark(view)
-        if not marked:
+        if not _has_mark(view):
             return view
-        self._losses.counts[
-            "messages whose text spells special tokens, which the trainer's tokenizer reads as tokens"
-        ] += 1
+        self._lost["messages whose text spells special tokens, which the trainer's tokenizer reads as tokens"] += 1
         plain: View = _unquoted(view)
         return plain
 
@@ -177,53 +156,64 @@ def _unquoted(value: Any) -> Any:
 Row = dict[str, Any]
 
 
-def _all(*_: Any) -> bool:
-    return True
-
-
 @dataclass
-class Source:
-    """The run that a data set is made of, and what of it is chosen."""
+class ExportedRun:
+    """The run that a data set is made of, what of it is chosen, and what the data set does not carry."""
 
     store: RunReader
     template: ChatTemplate
+    selection: Selection
     score: str | None = None
     """Label of a score whose rewards are used."""
-    episode: Callable[[Trajectory], bool] = _all
-    turn: Callable[[Trajectory, Turn], bool] = _all
     ground_truth: str | None = None
     """The task's field with its answer; by default the first of `GROUND_TRUTHS` that it has."""
-    losses: Losses = field(default_factory=Losses)
-    texts: RunTexts = field(init=False)
+    lost: Counter[str] = field(default_factory=Counter)
+    """Number of things that rows do not carry, by what they are."""
 
     def __post_init__(self) -> None:
-        self.texts = RunTexts(self.store, self.template, self.losses)
+        self.texts = RunTexts(self.store, self.template, self.lost)
+        self._seen: set[bytes] = set()
 
     def episodes(self) -> Iterator[Trajectory]:
         """The chosen episodes, in the order of tasks and samples."""
-        for trajectory in self.store.trajectories(self.score):
-            reason = "episodes of an evaluation" if self.store.header.evaluation else unusable(trajectory)
-            if reason is None and not self.episode(trajectory):
-                reason = "episodes by the filter"
-            if reason is None:
-                yield trajectory
-            else:
-                self.losses.left_out[reason] += 1
+        return self.selection.trajectories(self.store, self.score)
 
     def groups(self) -> Iterator[list[Trajectory]]:
         """The chosen episodes of each task."""
         for _, group in groupby(self.episodes(), key=lambda trajectory: trajectory.task_id):
             yield list(group)
 
+    def chosen_turns(self, trajectory: Trajectory) -> Iterator[tuple[Turn, ShownTurn]]:
+        """The chosen turns of an episode that a template writes whole, each with its prompt and reply; the others are counted."""
+        for turn in trajectory.turns:
+            if turn.unreceived:
+                self.selection.left_out[_UNRECEIVED] += 1
+            elif not self.selection.turn(trajectory, turn):
+                self.selection.left_out["turns by --turns"] += 1
+            elif not (shown := self.texts.turn(trajectory, turn)).whole:
+                what = "turns that were cut short or have a malformed call: a template writes them whole"
+                self.selection.left_out[what] += 1
+            else:
+                yield turn, shown
+
+    def is_copy(self, *row: Any) -> bool:
+        """Whether an equal row was there before; such a row is counted."""
+        key = identity(*row)
+        if key in self._seen:
+            self.selection.left_out["copies of other rows"] += 1
+            return True
+        self._seen.add(key)
+        return False
+
     @property
-    def own_template(self) -> dict[str, Any]:
+    def template_kwargs(self) -> dict[str, Any]:
         """The variables of the chat template, if the spec sets any."""
         return dict(self.store.header.model.template_kwargs)
 
-    def columns(self, **own: Kind) -> dict[str, Kind]:
+    def columns(self, **kinds: Kind) -> dict[str, Kind]:
         """The columns of a table, with those that only some runs have."""
-        columns: dict[str, Kind] = dict(own)
-        if self.own_template:
+        columns: dict[str, Kind] = dict(kinds)
+        if self.template_kwargs:
             columns["chat_template_kwargs"] = "json"
         if self.store.image_digests():
             columns["images"] = "images"
@@ -231,53 +221,42 @@ class Source:
 
     def shared(self, images: Sequence[str]) -> Row:
         """The values of those columns."""
-        return {"chat_template_kwargs": self.own_template, "images": list(images)}
+        return {"chat_template_kwargs": self.template_kwargs, "images": list(images)}
 
-    def count_episode(self, trajectory: Trajectory, turns: Sequence[Turn]) -> None:
-        """Count what messages do not hold of these turns."""
-        lost = self.losses.counts
+    def count_episode(self, turns: Sequence[Turn]) -> None:
+        """Count what messages do not hold of these turns of an episode."""
         sampled = sum(turn.end - turn.start for turn in turns)
-        lost["sampled tokens, with their log-probs and weight versions: the trainer tokenises the texts again"] += (
-            sampled
-        )
-        lost["turns with rewards of their own: the trainer has neither these nor the advantages"] += sum(
-            1 for turn in turns if turn.rewards
-        )
+        rewarded = sum(bool(turn.rewards) for turn in turns)
+        self.lost[
+            "sampled tokens, with their log-probs and weight versions: the trainer tokenises the texts again"
+        ] += sampled
+        self.lost["turns with rewards of their own: the trainer has neither these nor the advantages"] += rewarded
 
-    def count_ids(self, trajectory: Trajectory, turn: Turn, shown: Any, tools: Sequence[View]) -> None:
+    def count_ids(self, trajectory: Trajectory, turn: Turn, shown: ShownTurn, tools: Sequence[View]) -> None:
         """Count a reply that the template writes with other ids than those that were sampled."""
         if isinstance(turn.finish.matched, str):
             what = "replies that a stop string ended: the chat template writes an end that the model did not sample"
-            self.losses.counts[what] += 1
+            self.lost[what] += 1
         if turn.end > turn.start and not shown.images and not self.texts.same_ids(trajectory, turn, shown, tools):
-            self.losses.counts["replies that the chat template writes with other token ids than those of the run"] += 1
+            self.lost["replies that the chat template writes with other token ids than those of the run"] += 1
+
+    def summary(self) -> list[str]:
+        """One line for each thing that the data set does not carry, in a fixed order."""
+        lines = [f"not carried: {count} {what}" for what, count in sorted(self.lost.items()) if count]
+        return lines + self.selection.summary()
 
 
-def turns_table(source: Source) -> Table:
+def turns_table(source: ExportedRun) -> Table:
     """A row for each chosen turn: `prompt` and `completion` as messages, `tools`."""
 
     def rows() -> Iterator[Row]:
-        seen: set[bytes] = set()
         for trajectory in source.episodes():
             tools = source.texts.tools(trajectory)
-            received = [turn for turn in trajectory.turns if not turn.unreceived]
-            source.losses.left_out[_UNRECEIVED] += len(trajectory.turns) - len(received)
-            chosen = [turn for turn in received if source.turn(trajectory, turn)]
-            source.losses.left_out["turns by --turns"] += len(received) - len(chosen)
-            kept = []
-            for turn in chosen:
-                shown = source.texts.turn(trajectory, turn)
-                if not shown.whole:
-                    source.losses.left_out[
-                        "turns that were cut short or have a malformed call: a template writes them whole"
-                    ] += 1
+            exported = []
+            for turn, shown in source.chosen_turns(trajectory):
+                if source.is_copy(shown.prompt, shown.reply, tools, shown.images):
                     continue
-                key = identity(shown.prompt, shown.reply, tools, shown.images)
-                if key in seen:
-                    source.losses.left_out["copies of other rows"] += 1
-                    continue
-                seen.add(key)
-                kept.append(turn)
+                exported.append(turn)
                 source.count_ids(trajectory, turn, shown, tools)
                 yield {
                     "prompt": shown.prompt,
@@ -288,7 +267,7 @@ def turns_table(source: Source) -> Table:
                     "reward": trajectory.outcome.reward,
                     **source.shared(shown.images),
                 }
-            source.count_episode(trajectory, kept)
+            source.count_episode(exported)
 
     columns = source.columns(
         prompt="jsons", completion="jsons", tools="jsons", episode_id="text", turn="int", reward="float"
@@ -296,39 +275,34 @@ def turns_table(source: Source) -> Table:
     return Table(columns, rows())
 
 
-def conversations_table(source: Source) -> Table:
+def conversations_table(source: ExportedRun) -> Table:
     """A row for each branch: `messages` and `tools`."""
 
     def rows() -> Iterator[Row]:
-        seen: set[bytes] = set()
         for trajectory in source.episodes():
             tools = source.texts.tools(trajectory)
-            kept = []
+            exported = []
             for branch in trajectory.branches:
-                own = [turn for turn in trajectory.turns if turn.branch == branch.index]
-                received = [turn for turn in own if not turn.unreceived]
-                source.losses.left_out[_UNRECEIVED] += len(own) - len(received)
-                own = received
-                if not own:
+                turns_of_branch = [turn for turn in trajectory.turns if turn.branch == branch.index]
+                turns = [turn for turn in turns_of_branch if not turn.unreceived]
+                source.selection.left_out[_UNRECEIVED] += len(turns_of_branch) - len(turns)
+                if not turns:
                     continue
-                shown = [source.texts.turn(trajectory, turn) for turn in own]
-                if not all(one.whole for one in shown):
+                shown = [source.texts.turn(trajectory, turn) for turn in turns]
+                if not all(turn.whole for turn in shown):
                     what = "conversations in which a turn was cut short or has a malformed call: a template writes it whole"
-                    source.losses.left_out[what] += 1
+                    source.selection.left_out[what] += 1
                     continue
                 messages = [*shown[-1].prompt, shown[-1].reply]
-                key = identity(messages, tools, shown[-1].images)
-                if key in seen:
-                    source.losses.left_out["copies of other rows"] += 1
+                if source.is_copy(messages, tools, shown[-1].images):
                     continue
-                seen.add(key)
-                kept += own
-                for turn, one in zip(own, shown, strict=True):
-                    source.count_ids(trajectory, turn, one, tools)
-                examples = sum(message["role"] == "assistant" for message in messages) - len(own)
-                source.losses.counts[
-                    "replies in prompts that a trainer trains too: examples, and turns of other branches"
-                ] += examples
+                exported += turns
+                for turn, shown_turn in zip(turns, shown, strict=True):
+                    source.count_ids(trajectory, turn, shown_turn, tools)
+                examples = sum(message["role"] == "assistant" for message in messages) - len(turns)
+                source.lost["replies in prompts that a trainer trains too: examples, and turns of other branches"] += (
+                    examples
+                )
                 yield {
                     "messages": messages,
                     "tools": tools or None,
@@ -336,12 +310,12 @@ def conversations_table(source: Source) -> Table:
                     "reward": trajectory.outcome.reward,
                     **source.shared(shown[-1].images),
                 }
-            source.count_episode(trajectory, kept)
+            source.count_episode(exported)
 
     return Table(source.columns(messages="jsons", tools="jsons", episode_id="text", reward="float"), rows())
 
 
-def preferences_table(source: Source) -> Table:
+def preferences_table(source: ExportedRun) -> Table:
     """A row for each prompt with replies of different return: `prompt`, `chosen`, `rejected`, `tools`, `margin`.
 
     Two replies are compared if the model was shown exactly the same before them. The return of a reply is its episode's
@@ -350,36 +324,25 @@ def preferences_table(source: Source) -> Table:
 
     def rows() -> Iterator[Row]:
         for group in source.groups():
-            prompts: dict[bytes, list[tuple[float, Row, Trajectory, Turn]]] = {}
+            prompts: dict[bytes, list[tuple[float, Row, Turn]]] = {}
             for trajectory in group:
                 tools = source.texts.tools(trajectory)
-                for turn in trajectory.turns:
-                    if turn.unreceived:
-                        source.losses.left_out[_UNRECEIVED] += 1
-                        continue
-                    if not source.turn(trajectory, turn):
-                        source.losses.left_out["turns by --turns"] += 1
-                        continue
-                    shown = source.texts.turn(trajectory, turn)
-                    if not shown.whole:
-                        source.losses.left_out[
-                            "turns that were cut short or have a malformed call: a template writes them whole"
-                        ] += 1
-                        continue
-                    later = sum(sum(each.rewards.values()) for each in trajectory.turns[turn.index :])
+                for turn, shown in source.chosen_turns(trajectory):
+                    later = sum(sum(other.rewards.values()) for other in trajectory.turns[turn.index :])
                     row = {"prompt": shown.prompt, "reply": shown.reply, "tools": tools or None, "images": shown.images}
-                    prompts.setdefault(identity(shown.prompt, tools, shown.images), []).append(
-                        (later, row, trajectory, turn)
-                    )
+                    key = identity(shown.prompt, tools, shown.images)
+                    prompts.setdefault(key, []).append((later, row, turn))
             for replies in prompts.values():
-                best = max(replies, key=lambda each: each[0])
-                worst = min(replies, key=lambda each: each[0])
+                best = max(replies, key=lambda reply: reply[0])
+                worst = min(replies, key=lambda reply: reply[0])
                 if best[0] == worst[0] or best[1]["reply"] == worst[1]["reply"]:
-                    source.losses.left_out["turns whose prompt has no second reply of another return"] += len(replies)
+                    source.selection.left_out["turns whose prompt has no second reply of another return"] += len(
+                        replies
+                    )
                     continue
-                source.losses.left_out["turns of a prompt whose best and worst reply are others"] += len(replies) - 2
-                for _, _, trajectory, turn in (best, worst):
-                    source.count_episode(trajectory, [turn])
+                source.selection.left_out["turns of a prompt whose best and worst reply are others"] += len(replies) - 2
+                for _, _, turn in (best, worst):
+                    source.count_episode([turn])
                 yield {
                     "prompt": best[1]["prompt"],
                     "chosen": [best[1]["reply"]],
@@ -393,12 +356,12 @@ def preferences_table(source: Source) -> Table:
     return Table(columns, rows())
 
 
-def prompts_table(source: Source) -> Table:
+def prompts_table(source: ExportedRun) -> Table:
     """A row for each task, for TRL: `prompt`, `ground_truth`, `task`, and how the run's episodes of it ended."""
 
     def rows() -> Iterator[Row]:
-        for told, prompt, images in _openings(source):
-            yield {"prompt": prompt, **told, **source.shared(images)}
+        for about, prompt, images in _openings(source):
+            yield {"prompt": prompt, **about, **source.shared(images)}
 
     columns = source.columns(
         prompt="jsons",
@@ -412,43 +375,41 @@ def prompts_table(source: Source) -> Table:
     return Table(columns, rows())
 
 
-def verl_table(source: Source) -> Table:
+def verl_table(source: ExportedRun) -> Table:
     """A row for each task, for verl: `data_source`, `prompt`, `ability`, `reward_model`, `extra_info`, `images`.
 
     In `prompt` the mark `<image>` stands for each image.
     """
 
     def rows() -> Iterator[Row]:
-        for index, (told, prompt, images) in enumerate(_openings(source)):
+        for index, (about, prompt, images) in enumerate(_openings(source)):
             spelled = sum(_text(message).count(_MARK) for message in prompt)
             if images and spelled:
-                source.losses.left_out["tasks with images whose texts spell verl's mark <image>"] += 1
+                source.selection.left_out["tasks with images whose texts spell verl's mark <image>"] += 1
                 continue
-            extra = {"index": index, **told, "task": json_text(told["task"])}
+            extra = {"index": index, **about, "task": json_text(about["task"])}
             extra.pop("ground_truth")
             yield {
                 "data_source": source.store.header.name,
                 "prompt": [_marked(message) for message in prompt],
                 "ability": source.store.header.name,
-                "reward_model": {"style": "rule", "ground_truth": told["ground_truth"]},
+                "reward_model": {"style": "rule", "ground_truth": about["ground_truth"]},
                 "extra_info": extra,
                 "images": images,
             }
 
     columns = source.columns(data_source="text", prompt="jsons", ability="text", reward_model="json", extra_info="json")
     if columns.pop("chat_template_kwargs", None):
-        source.losses.counts["variables of the chat template: set verl's data.apply_chat_template_kwargs"] += len(
-            source.own_template
+        source.lost["variables of the chat template: set verl's data.apply_chat_template_kwargs"] += len(
+            source.template_kwargs
         )
     return Table(columns, rows())
 
 
-def _openings(source: Source) -> Iterator[tuple[Row, list[View], list[str]]]:
+def _openings(source: ExportedRun) -> Iterator[tuple[Row, list[View], list[str]]]:
     """For each task: what is known of it, its prompt, and its images."""
-    spec, lost = (
-        source.store.header.spec,
-        source.losses.counts,
-    )  # as it is stored, since a plugin that it uses may be gone
+    spec = source.store.header.spec  # as it is stored, since a plugin that it uses may be gone
+    lost = source.lost
     for what, here in (
         ("environment: its steps, score and tools do not run in the trainer", bool(spec.get("environment"))),
         ("tools: give them to the trainer in its own form", bool(spec.get("tools"))),
@@ -473,18 +434,18 @@ def _openings(source: Source) -> Iterator[tuple[Row, list[View], list[str]]]:
         truth = _ground_truth(source, fields)
         if truth is None:
             lost["ground truths: the task has no field with its answer; name one with --ground-truth"] += 1
-        told = {
+        about = {
             "task_id": first.task_id,
             "ground_truth": truth,
             "task": fields,
             "episodes": len(group),
-            "mean_reward": sum(each.outcome.reward for each in group) / len(group),
-            "solved": sum(each.outcome.solved for each in group) / len(group),
+            "mean_reward": sum(episode.outcome.reward for episode in group) / len(group),
+            "solved": sum(episode.outcome.solved for episode in group) / len(group),
         }
-        yield told, prompt, images
+        yield about, prompt, images
 
 
-def _ground_truth(source: Source, fields: Row) -> str | None:
+def _ground_truth(source: ExportedRun, fields: Row) -> str | None:
     named = source.ground_truth
     for name in (named,) if named is not None else GROUND_TRUTHS:
         there, value = find(name, fields)
@@ -511,7 +472,7 @@ def _marked(message: View) -> View:
     return {**message, "content": "".join(_MARK if part["type"] == "image" else part["text"] for part in content)}
 
 
-TABLES: dict[str, dict[str, Callable[[Source], Table]]] = {
+TABLES: dict[str, dict[str, Callable[[ExportedRun], Table]]] = {
     "trl": {
         "turns": turns_table,
         "conversations": conversations_table,

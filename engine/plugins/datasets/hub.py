@@ -86,7 +86,7 @@ def push_file(path: Path, name: str, *, rows: int, public: bool, run_id: str, co
         if before is None:
             api.create_repo(name, repo_type="dataset", private=not public)
     operations = [CommitOperationAdd(f"data/{run_id}-{content}.parquet", path)]
-    has_card = before is not None and any(each.rfilename == "README.md" for each in before.siblings or [])
+    has_card = before is not None and any(file.rfilename == "README.md" for file in before.siblings or [])
     if not has_card:
         card = _CARD.format(content=content, run_id=run_id, version=engine.__version__)
         operations.append(CommitOperationAdd("README.md", card.encode()))

@@ -1,6 +1,6 @@
 """Converts stored episodes to rows for supervised fine-tuning (`engine export --format sft`).
 
-    chosen = SftSelection()                     # every episode without a failure that is not the policy's
+    chosen = Selection()                        # every episode without a failure that is not the policy's
     write_jsonl((row.columns() for row in sft_rows(store, chosen)), Path("sft.jsonl"))
     chosen.summary()
 
@@ -111,25 +111,36 @@ def _all(*_: Any) -> bool:
     return True
 
 
-@dataclass(slots=True)
-class SftSelection:
-    """Which episodes and turns are exported, and how many rows were left out."""
+@dataclass
+class Selection:
+    """Which episodes and turns are exported, and what was left out."""
 
     episode: Callable[[Trajectory], bool] = _all
     """Whether an episode is exported."""
     turn: Callable[[Trajectory, Turn], bool] = _all
-    """Whether a turn's tokens are trained."""
+    """Whether a turn is exported, or its tokens are trained."""
     left_out: Counter[str] = field(default_factory=Counter)
-    """Number of episodes and rows that are not exported, by reason."""
+    """Number of episodes, turns and rows that are not exported, by reason."""
     episodes: int = 0
     """Number of episodes with at least one row."""
 
+    def trajectories(self, store: RunReader, score: str | None) -> Iterator[Trajectory]:
+        """The exported episodes of a run, in the order of tasks and samples; the others are counted."""
+        for trajectory in store.trajectories(score):
+            reason = "episodes of an evaluation" if store.header.evaluation else unusable(trajectory)
+            if reason is None and not self.episode(trajectory):
+                reason = "episodes by the filter"
+            if reason is None:
+                yield trajectory
+            else:
+                self.left_out[reason] += 1
+
     def summary(self) -> list[str]:
         """One line per reason for which something was left out."""
-        return [f"left out: {count} {reason}" for reason, count in sorted(self.left_out.items())]
+        return [f"left out: {count} {reason}" for reason, count in sorted(self.left_out.items()) if count]
 
 
-def sft_rows(store: RunReader, chosen: SftSelection, *, score: str | None = None) -> Iterator[SftRow]:
+def sft_rows(store: RunReader, chosen: Selection, *, score: str | None = None) -> Iterator[SftRow]:
     """Yield the rows of the chosen episodes, in the order of tasks, samples and branches.
 
     Args:
@@ -151,13 +162,7 @@ def sft_rows(store: RunReader, chosen: SftSelection, *, score: str | None = None
         "created": header.created,
         "score": score,
     }
-    for trajectory in store.trajectories(score):
-        reason = "episodes of an evaluation" if header.evaluation else unusable(trajectory)
-        if reason is None and not chosen.episode(trajectory):
-            reason = "episodes by the filter"
-        if reason is not None:
-            chosen.left_out[reason] += 1
-            continue
+    for trajectory in chosen.trajectories(store, score):
         trained = {turn.index for turn in trajectory.turns if chosen.turn(trajectory, turn)}
         has_rows = False
         for branch in trajectory.branches:

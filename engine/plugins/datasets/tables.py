@@ -77,8 +77,8 @@ def _schema(columns: Mapping[str, Kind], metadata: Mapping[str, str]) -> pa.Sche
         ),
     }
     features = {name: types[kind][1] for name, kind in columns.items()}
-    told = {"huggingface": json.dumps({"info": {"features": features}}), **metadata}
-    return pa.schema([(name, types[kind][0]) for name, kind in columns.items()], metadata=told)
+    schema_metadata = {"huggingface": json.dumps({"info": {"features": features}}), **metadata}
+    return pa.schema([(name, types[kind][0]) for name, kind in columns.items()], metadata=schema_metadata)
 
 
 def _arrow(

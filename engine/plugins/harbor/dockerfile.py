@@ -81,12 +81,16 @@ def read_dockerfile(text: str) -> ImageFiles:
         elif name in ("COPY", "ADD"):
             image.copies += _copies(name, rest, image, line)
         elif name == "WORKDIR":
-            image.workdir = _place(_filled(_one(rest, line), image, line), image.workdir, line)
+            words = _words(rest, line)
+            if len(words) != 1:
+                raise DockerfileError("`WORKDIR` names one folder", line)
+            image.workdir = _place(_filled(words[0], image, line), image.workdir, line)
             image.folders.append(image.workdir)
         elif name == "ENV":
             image.env |= _variables(rest, image, line)
-        elif name == "RUN" and (made := _made_folders(rest)):
-            image.folders += [_place(_filled(folder, image, line), image.workdir, line) for folder in made]
+        elif name == "RUN" and re.fullmatch(r"mkdir\s+(-p\s+)?[\w./ -]+", rest):
+            folders = [word for word in rest.split()[1:] if not word.startswith("-")]
+            image.folders += [_place(_filled(folder, image, line), image.workdir, line) for folder in folders]
         elif name not in _WITHOUT_EFFECT:
             shown = written if len(written) <= 60 else written[:57] + "…"
             raise DockerfileError(f"`{shown}` builds an image, and the sandbox has only a base and copied files", line)
@@ -152,36 +156,29 @@ def _words(rest: str, line: int) -> list[str]:
     """The words of an instruction, in its shell form or as JSON."""
     if rest.startswith("["):
         try:
-            found = json.loads(rest)
+            words = json.loads(rest)
         except ValueError:
-            found = None
-        if not isinstance(found, list) or not all(isinstance(word, str) for word in found):
+            words = None
+        if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
             raise DockerfileError(f"{rest[:60]!r} is not a JSON list of texts", line)
-        return found
+        return words
     try:
         return shlex.split(rest)
     except ValueError as error:
         raise DockerfileError(f"{rest[:60]!r} cannot be read: {error}", line) from None
 
 
-def _one(rest: str, line: int) -> str:
-    words = _words(rest, line)
-    if len(words) != 1:
-        raise DockerfileError("`WORKDIR` names one folder", line)
-    return words[0]
-
-
 def _variables(rest: str, image: ImageFiles, line: int) -> dict[str, str]:
     name, _, value = rest.partition(" ")
     if "=" not in name:  # the old form: `ENV NAME value`
         return {name: _filled(value.strip(), image, line)}
-    found = {}
+    variables = {}
     for word in _words(rest, line):
         name, equals, value = word.partition("=")
         if not equals:
             raise DockerfileError(f"`ENV {word}` has no value", line)
-        found[name] = _filled(value, image, line)
-    return found
+        variables[name] = _filled(value, image, line)
+    return variables
 
 
 def _filled(text: str, image: ImageFiles, line: int) -> str:
@@ -202,13 +199,6 @@ def _filled(text: str, image: ImageFiles, line: int) -> str:
     return _VARIABLE.sub(value, text)
 
 
-def _made_folders(rest: str) -> list[str]:
-    """The folders of `mkdir -p A B`; none if it is another command."""
-    if not re.fullmatch(r"mkdir\s+(-p\s+)?[\w./ -]+", rest):
-        return []
-    return [word for word in rest.split()[1:] if not word.startswith("-")]
-
-
 def _place(path: str, workdir: str, line: int) -> str:
     """An absolute path without `.` and `..`, in a folder that tasks may write."""
     parts: list[str] = []
@@ -217,10 +207,10 @@ def _place(path: str, workdir: str, line: int) -> str:
             parts = parts[:-1]
         elif part != ".":
             parts.append(part)
-    made = "/" + "/".join(parts)
-    if own_folder(made):
-        raise DockerfileError(f"{made} is in /{parts[0]}, which is the sandbox's own", line)
-    return made
+    place = "/" + "/".join(parts)
+    if own_folder(place):
+        raise DockerfileError(f"{place} is in /{parts[0]}, which is the sandbox's own", line)
+    return place
 
 
 def own_folder(path: str) -> bool:

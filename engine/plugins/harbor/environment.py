@@ -74,8 +74,8 @@ class Workspace:
         if problem := sandbox.refusal():
             raise RuntimeError(f"no sandbox for the task's programs: {problem}")
         self._workdir, self._memory, self._disk = workdir, memory, disk
-        own = Path(sandbox.host_python()).parts[1]
-        home = "/home" if own != "home" else "/root"
+        python_root = Path(sandbox.host_python()).parts[1]
+        home = "/home" if python_root != "home" else "/root"
         self._env = {"PATH": sandbox.PATH, "HOME": home, "LANG": "C.UTF-8", **env}
         self._folder = Path(tempfile.mkdtemp(prefix="workspace-"))
         self._uid: int | None = None
@@ -87,9 +87,11 @@ class Workspace:
                 (self._root / folder.lstrip("/")).mkdir(parents=True, exist_ok=True)
             for source, place in files:
                 self._copy(source, self._root / place.lstrip("/"))
-            if (self._root / own).exists():  # a program could lead bubblewrap out of the sandbox by a link in it
+            if (
+                self._root / python_root
+            ).exists():  # a program could lead bubblewrap out of the sandbox by a link in it
                 raise RuntimeError(
-                    f"the task has the folder /{own}, in which this machine's Python lies; use a Python in /usr"
+                    f"the task has the folder /{python_root}, in which this machine's Python lies; use a Python in /usr"
                 )
             self._own(self._root)
         except BaseException:
@@ -155,17 +157,17 @@ class Workspace:
 
     def size(self) -> int:
         """Bytes of all its files; a file or folder has `LEAST_FILE` at least."""
-        found, waiting = 0, [self._folder]
+        total, waiting = 0, [self._folder]
         while waiting:
             try:
                 with os.scandir(waiting.pop()) as entries:
                     for entry in entries:
                         if entry.is_dir(follow_symlinks=False):
                             waiting.append(Path(entry.path))
-                        found += max(sandbox.LEAST_FILE, entry.stat(follow_symlinks=False).st_blocks * 512)
+                        total += max(sandbox.LEAST_FILE, entry.stat(follow_symlinks=False).st_blocks * 512)
             except OSError:  # it was removed meanwhile
                 continue
-        return found
+        return total
 
     def close(self) -> None:
         """Remove the files."""
@@ -244,22 +246,22 @@ class HarborEnvironment:
             raise AdapterError(
                 f"task {task.id!r} has no field `folder`; write `tasks: {{source: harbor, path: FOLDER}}`"
             )
-        found = read_task(self._base / task.fields["folder"])
-        image = found.image
+        harbor_task = read_task(self._base / task.fields["folder"])
+        image = harbor_task.image
         path = image.env.get("PATH", PATH)
         if image.base == "python":  # which has a `python`, as this machine may not have in /usr
             path += f":{Path(host_python()).parent}"
-        self._task = found
+        self._task = harbor_task
         self._workspace = Workspace(
-            [pair for copy in image.copies for pair in copied(found.folder, copy)],
+            [pair for copy in image.copies for pair in copied(harbor_task.folder, copy)],
             folders=image.folders,
             workdir=image.workdir,
             env=image.env | {"PATH": path},
-            memory=found.memory_mb * 2**20,
-            disk=found.storage_mb * 2**20,
+            memory=harbor_task.memory_mb * 2**20,
+            disk=harbor_task.storage_mb * 2**20,
         )
-        self._deadline = time.monotonic() + found.agent_seconds
-        return Reset(messages=[Message(role="user", content=found.instruction)])
+        self._deadline = time.monotonic() + harbor_task.agent_seconds
+        return Reset(messages=[Message(role="user", content=harbor_task.instruction)])
 
     def tools(self) -> list[Callable[..., Any]]:
         """The tool `shell`, if the model has it."""

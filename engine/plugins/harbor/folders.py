@@ -92,10 +92,10 @@ def task_folders(folder: Path) -> list[Path]:
     """
     if (folder / "task.toml").exists():
         return [folder]
-    found = sorted(item.parent for item in folder.glob("*/task.toml"))
-    if not found:
+    folders = sorted(item.parent for item in folder.glob("*/task.toml"))
+    if not folders:
         raise HarborError("no folder with a task.toml", folder)
-    return found
+    return folders
 
 
 def read_task(folder: Path) -> HarborTask:
@@ -172,15 +172,15 @@ def copied(folder: Path, copy: Copy) -> list[tuple[Path, str]]:
     matches = sorted(base.glob(source)) if wild else [base / source]
     if not any(match.exists() or match.is_symlink() for match in matches):
         raise HarborError(f"`{source}` does not exist in environment/", base / "Dockerfile", copy.line)
-    found: list[tuple[Path, str]] = []
+    files: list[tuple[Path, str]] = []
     for match in matches:
         if match.is_dir() and not match.is_symlink():
-            found += [(file, f"{copy.dest}/{file.relative_to(match)}") for file in files_of(match, folder)]
+            files += [(file, f"{copy.dest}/{file.relative_to(match)}") for file in files_of(match, folder)]
             continue
         if not _within(match, folder).is_file() or match.stat().st_size > MOST_BYTES:
             raise HarborError(f"it is no regular file of at most {MOST_BYTES >> 20} MiB", match)
-        found.append((match, f"{copy.dest}/{match.name}" if wild or copy.into else copy.dest))
-    placed = [(file, "/" + dest.lstrip("/")) for file, dest in found if file != base / "Dockerfile"]
+        files.append((match, f"{copy.dest}/{match.name}" if wild or copy.into else copy.dest))
+    placed = [(file, "/" + dest.lstrip("/")) for file, dest in files if file != base / "Dockerfile"]
     for file, dest in placed:
         if dest == "/" or own_folder(dest):
             raise HarborError(
@@ -276,8 +276,8 @@ def _check_script(file: Path) -> None:
         return
     for number, line in enumerate(file.read_text(errors="replace").splitlines(), 1):
         code = line.partition("#")[0] if line.lstrip().startswith("#") or " #" in line else line
-        if (found := _NETWORK.search(code)) and not _HERE.search(code):
-            raise UnsupportedTaskError(f"`{found[0]}` needs a network, and the sandbox has none", file, number)
+        if (command := _NETWORK.search(code)) and not _HERE.search(code):
+            raise UnsupportedTaskError(f"`{command[0]}` needs a network, and the sandbox has none", file, number)
 
 
 def _image(folder: Path, environment: Mapping[str, Any]) -> ImageFiles:
@@ -304,10 +304,10 @@ def _quoted(text: str) -> str:
 
 
 def _table(config: Mapping[str, Any], name: str, folder: Path) -> Mapping[str, Any]:
-    found = config.get(name, {})
-    if not isinstance(found, dict):
+    table = config.get(name, {})
+    if not isinstance(table, dict):
         raise HarborError(f"`{name}` is not a table", folder / "task.toml")
-    return found
+    return table
 
 
 def _number(table: Mapping[str, Any], name: str, default: float, folder: Path) -> float:
@@ -320,12 +320,12 @@ def _number(table: Mapping[str, Any], name: str, default: float, folder: Path) -
 
 
 def _env(table: Mapping[str, Any], name: str, folder: Path) -> dict[str, str]:
-    found = table.get("env", {})
-    if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
+    variables = table.get("env", {})
+    if not isinstance(variables, dict) or not all(isinstance(value, str) for value in variables.values()):
         raise HarborError(f"`{name}` is not a table of texts", folder / "task.toml")
-    for key, value in found.items():
+    for key, value in variables.items():
         if "${" in value:
             raise UnsupportedTaskError(
                 f"`{name}.{key}` takes a variable of this machine, which the sandbox does not get", folder / "task.toml"
             )
-    return found
+    return variables

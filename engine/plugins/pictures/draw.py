@@ -1,7 +1,11 @@
-"""A machine's picture as SVG.
+"""A machine's picture as SVG, and the places of its boxes: ranks from the top down, with each edge's label between its ends.
 
 Lengths are in pixels. Widths of text are estimated from the font size, because the program that shows the picture chooses
 the fonts; boxes are a little wider than needed.
+
+The library fast-sugiyama (MIT) assigns ranks, inserts a waypoint in every rank that an edge passes, and orders each rank so
+that few edges cross. It treats all vertices as points, so this module spaces them by their sizes. Vertices are numbers, because
+the library orders names by their hashes; the same graph always gets the same places.
 """
 
 from __future__ import annotations
@@ -83,12 +87,12 @@ def _guarded(events: str, guard: str | None, count: str) -> list[_Row]:
     rows = [_Row(row, "") for row in before]
     if guard is None:
         return [*rows, _Row(name, "", count)]
-    whole = f"[{' '.join(guard.split())}]"
-    if len(name) + 1 + len(whole) <= GUARD_COLUMNS:
-        return [*rows, _Row(name, whole, count)]
+    bracketed = f"[{' '.join(guard.split())}]"
+    if len(name) + 1 + len(bracketed) <= GUARD_COLUMNS:
+        return [*rows, _Row(name, bracketed, count)]
     rows.append(_Row(name, "", count))
     line = ""
-    for clause in re.split(r"(?<=&&) |(?<=\|\|) ", whole):
+    for clause in re.split(r"(?<=&&) |(?<=\|\|) ", bracketed):
         if line and len(line) + 1 + len(clause) > GUARD_COLUMNS:
             rows.append(_Row("", line))
             line = ""
@@ -123,12 +127,12 @@ def svg(machine: MachineSpec | ResolvedMachine, counts: Counts | None = None, ev
         LayoutError: the library fast-sugiyama is not installed.
     """
     drawn = picture(machine, counts, events)
-    known = set(drawn.machine.states) | ({ANY_STATE} if drawn.has_any_state else set())
-    edges = [edge for edge in drawn.edges if edge.dest in known]
+    names = [*drawn.machine.states, *([ANY_STATE] if drawn.has_any_state else [])]
+    edges = [edge for edge in drawn.edges if edge.dest in names]
     loops = {edge.source: edge for edge in edges if edge.source == edge.dest}
     between = [edge for edge in edges if edge.source != edge.dest]
     nodes = {}
-    for name in [*drawn.machine.states, *([ANY_STATE] if drawn.has_any_state else [])]:
+    for name in names:
         ends = max(sum(e.source == name for e in between), sum(e.dest == name for e in between))
         nodes[name] = _box(name, drawn, ends, loops.get(name))
     links = [Link(edge.source, edge.dest, Box(*_size(_rows(edge)))) for edge in between]
@@ -504,12 +508,12 @@ def _place_ends(nodes: Mapping[str, Box], links: Sequence[Link]) -> None:
         ends.setdefault((id(chain[0]), False), []).append((link.points[0].x, index))
         ends.setdefault((id(chain[-1]), True), []).append((link.points[-1].x, index))
     by_id = {id(box): box for box in nodes.values()}
-    for (of, at_top), found in ends.items():
+    for (of, at_top), ends_here in ends.items():
         box = by_id[of]
-        step = min(30.0, (box.width - 24.0) / max(len(found) - 1, 1))
-        for place, (wanted, index) in enumerate(sorted(found)):
-            x = box.x + (place - (len(found) - 1) / 2) * step
-            if len(found) == 1:
+        step = min(30.0, (box.width - 24.0) / max(len(ends_here) - 1, 1))
+        for place, (wanted, index) in enumerate(sorted(ends_here)):
+            x = box.x + (place - (len(ends_here) - 1) / 2) * step
+            if len(ends_here) == 1:
                 x = min(max(wanted, box.x - box.width / 2 + 14), box.x + box.width / 2 - 14)
             upper, lower = links[index].ends
             links[index].ends = (upper, x) if at_top else (x, lower)

@@ -70,7 +70,13 @@ def picture(
         events: If given, a transition from `"*"` is left out of states in which its event never occurs.
     """
     resolved = resolve_machine(machine) if isinstance(machine, MachineSpec) else machine
-    shown = [t for t in resolved.transitions if not _idle(t, events or {}) and t.source in resolved.states]
+    possible = events or {}
+    # Without those from `"*"` in states in which their event never occurs.
+    shown = [
+        t
+        for t in resolved.transitions
+        if t.source in resolved.states and not (t.wildcard and t.trigger not in possible.get(t.source, {t.trigger}))
+    ]
     alike = _alike(resolved, shown)
     grouped: dict[tuple[str, str], dict[tuple[str, str | None], int]] = {}
     for t in shown:
@@ -100,11 +106,6 @@ def _as_any(t: ResolvedTransition) -> _Any:
     return t.trigger, t.dest, t.conditions, t.index
 
 
-def _idle(t: ResolvedTransition, events: Events) -> bool:
-    """Whether a transition comes from `"*"`, in a state in which its event never occurs."""
-    return t.wildcard and t.source in events and t.trigger not in events[t.source]
-
-
 def _alike(machine: ResolvedMachine, shown: list[ResolvedTransition]) -> set[_Any]:
     """Transitions from `"*"` that apply in every state that is not final."""
     standing = set(machine.states) - machine.final
@@ -112,7 +113,7 @@ def _alike(machine: ResolvedMachine, shown: list[ResolvedTransition]) -> set[_An
     for t in shown:
         if t.wildcard:
             sources.setdefault(_as_any(t), set()).add(t.source)
-    return {key for key, found in sources.items() if found >= standing and len(standing) > 1}
+    return {key for key, states in sources.items() if states >= standing and len(standing) > 1}
 
 
 def mermaid(machine: MachineSpec | ResolvedMachine, counts: Counts | None = None, events: Events | None = None) -> str:
@@ -129,30 +130,28 @@ def mermaid(machine: MachineSpec | ResolvedMachine, counts: Counts | None = None
         text.append(f"    [*] --> {names[drawn.machine.initial]}")
     for edge in drawn.edges:
         if edge.dest in names:
-            label = "<br/>".join(_mermaid_line(line) for line in edge.lines)
-            text.append(f"    {names[edge.source]} --> {names[edge.dest]} : {label}")
+            lines = []
+            for line in edge.lines:
+                guard = f" [{_escape(line.guard)}]" if line.guard else ""
+                count = f" ×{line.count}" if line.count is not None else ""
+                lines.append(f"{_escape(line.event)}{guard}{count}")
+            text.append(f"    {names[edge.source]} --> {names[edge.dest]} : {'<br/>'.join(lines)}")
     text += [f"    {names[state]} --> [*]" for state in drawn.machine.states if state in drawn.machine.final]
     return "\n".join(text) + "\n"
 
 
-def _mermaid_line(line: Line) -> str:
-    guard = f" [{_escape(line.guard)}]" if line.guard else ""
-    count = f" ×{line.count}" if line.count is not None else ""
-    return f"{_escape(line.event)}{guard}{count}"
-
-
 def _identifiers(names: list[str]) -> dict[str, str]:
     """A different identifier for each name, which Mermaid accepts."""
-    found: dict[str, str] = {}
+    identifiers: dict[str, str] = {}
     for name in names:
         base = re.sub(r"\W", "_", name, flags=re.ASCII) or "_"
         if base.lower() in ("state", "note", "end", "direction", "class", "classdef", "default", "hide", "scale"):
             base += "_"
         wanted, at = base, 2
-        while wanted in found.values():
+        while wanted in identifiers.values():
             wanted, at = f"{base}_{at}", at + 1
-        found[name] = wanted
-    return found
+        identifiers[name] = wanted
+    return identifiers
 
 
 def _escape(text: str) -> str:

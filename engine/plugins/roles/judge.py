@@ -16,7 +16,6 @@ from engine.actions.reward_source import JUDGE, RewardSource, graded
 from engine.episode.episode import Episode, derive_seed
 from engine.errors import SpecCodeError
 from engine.plugins.roles.models import RoleModels
-from engine.schemas.base import Struct
 from engine.schemas.environment import EpisodeView
 from engine.schemas.journal import ScoreRecord
 from engine.schemas.message import Message
@@ -29,14 +28,6 @@ if TYPE_CHECKING:
     from engine.schemas.role import ScorerSpec
 
 
-class Judgement(Struct, frozen=True, kw_only=True):
-    """The judgement of one reply."""
-
-    reward: RewardEvent
-    said: str
-    """The judge's reply."""
-
-
 class Judge(RewardSource):
     """The judge of all episodes; it has no state per episode."""
 
@@ -47,23 +38,20 @@ class Judge(RewardSource):
         self._pattern = re.compile(spec.pattern)
 
     async def rewards(self, episode: Episode, objects: EpisodeObjects) -> ScoreRecord:
-        """Judge the episode. Raises as `score`."""
-        model = objects.part(RoleModels).model("rewards", "scorer")
-        judgements = await self.score(graded(episode.view()), model)
-        return ScoreRecord(rewards=[item.reward for item in judgements], replies=[item.said for item in judgements])
-
-    async def score(self, view: EpisodeView, model: RoleModel) -> list[Judgement]:
         """Judge the last reply, or each reply, in order.
 
         Raises:
             SpecCodeError: the judge's model failed, or none of its replies holds a number on the scale.
         """
+        model = objects.part(RoleModels).model("rewards", "scorer")
+        view = graded(episode.view())
         turns = range(view.turn + 1) if self._spec.turns == "each" else [view.turn]
         replies = view.replies
-        return list(await asyncio.gather(*(self._judge(view, model, replies[: turn + 1]) for turn in turns)))
+        judged = await asyncio.gather(*(self._judge(view, model, replies[: turn + 1]) for turn in turns))
+        return ScoreRecord(rewards=[reward for reward, _ in judged], replies=[said for _, said in judged])
 
-    async def _judge(self, view: EpisodeView, model: RoleModel, replies: Sequence[str]) -> Judgement:
-        """Judge the newest of `replies`."""
+    async def _judge(self, view: EpisodeView, model: RoleModel, replies: Sequence[str]) -> tuple[RewardEvent, str]:
+        """The reward of the newest of `replies`, and the judge's reply."""
         turn = len(replies) - 1
         prompt = self.prompt(view, replies)
         fields = self._fields(view, replies)
@@ -79,7 +67,7 @@ class Judge(RewardSource):
                 cause = f"the judge gave {number:g}; the scale is from {low:g} to {high:g}"
                 value = (number - low) / (high - low)
                 event = RewardEvent(turn=turn, name=self._spec.name, value=value, cause=cause, source=self.source)
-                return Judgement(reward=event, said=said)
+                return event, said
         raise SpecCodeError(
             f"the judge gave no number on its scale in {self._spec.tries} replies; the last one was {said[:200]!r}: "
             "say in its `prompt` how to answer, and read that with its `pattern`",
@@ -103,9 +91,9 @@ class Judge(RewardSource):
 
     def read(self, text: str) -> float | None:
         """Return the last number in a text, if it is on the scale."""
-        found = [match[1] for match in self._pattern.finditer(text)]
+        numerals = [match[1] for match in self._pattern.finditer(text)]
         try:
-            number = float(found[-1]) if found else None
+            number = float(numerals[-1]) if numerals else None
         except (TypeError, ValueError):
             return None
         low, high = self._spec.scale

@@ -124,11 +124,11 @@ class ModelUser:
         """The model's prompt: the spec's prompt and, if that names neither dialogue nor reply, the dialogue with swapped roles."""
         dialogue = dialogue_of(view)
         fields = self._fields(view, verdict)
-        told = [Message(role=item.role, content=fill(item.content, fields)) for item in self._spec.prompt]
+        prompt = [Message(role=item.role, content=fill(item.content, fields)) for item in self._spec.prompt]
         named = {name for item in self._spec.prompt for name in fields_of(item.content)}
         if named & {"reply", "dialogue"}:
-            return told
-        return [*told, *_changed_over(dialogue, self._spec.opener)]
+            return prompt
+        return [*prompt, *_changed_over(dialogue, self._spec.opener)]
 
     @staticmethod
     def _fields(view: EpisodeView, verdict: str) -> dict[str, Any]:
@@ -185,16 +185,16 @@ def read_marks(text: str, marks: Sequence[Mark]) -> UserTurn:
     facts: dict[str, Any] = {}
     for mark in marks:
         pattern = re.compile(mark.pattern if mark.pattern is not None else re.escape(mark.text or ""))
-        found = pattern.search(text)
-        if found is None:
+        match = pattern.search(text)
+        if match is None:
             continue
         satisfied |= mark.satisfied
         solved |= mark.solved
         rewards += mark.rewards
         facts.update(mark.facts)
         if mark.reward is not None:
-            cause = f"the user's model says {found[0]}"
-            rewards.append(RewardEvent(name=mark.reward, value=_number(found[1]), cause=cause))
+            cause = f"the user's model says {match[0]}"
+            rewards.append(RewardEvent(name=mark.reward, value=_number(match[1]), cause=cause))
         text = pattern.sub("", text)
     return UserTurn(content=text.strip(), satisfied=satisfied, solved=solved, rewards=rewards, facts=facts)
 
@@ -318,9 +318,9 @@ class RoleModel:
     ) -> GenerateRequest:
         prompt = self._format.render(messages, intended=dict(enumerate(intended)))
         sends_messages = self._served.backend.declared.takes_messages
-        own = self.request_episode(episode_id)
+        request_id = self.request_episode(episode_id)
         return GenerateRequest(
-            episode_id=own,
+            episode_id=request_id,
             turn=turn,
             input_ids=np.asarray(prompt, np.int32),
             sampling=self._spec.sampling,

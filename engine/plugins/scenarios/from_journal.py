@@ -175,12 +175,12 @@ class ScriptWriter:
             return _short({"text": generation.text or "", "tool_calls": calls, "finish": finish})
         # A stop string is among the tokens of a reply, and no stop token comes after them.
         ended = finish == "stop" and ids[-1] in self.template.stop_set
-        whole, bare = ("stop", ids[:-1]) if ended else ("length", ids)
+        finish_written, bare = ("stop", ids[:-1]) if ended else ("length", ids)
         choices = [{"text": message.text, "tool_calls": calls}] if calls else []
         choices.append({"text": self.template.decode(bare)})
         for choice in choices:
             try:
-                if write_reply(self.template, ScriptedReply.model_validate(choice | {"finish": whole})) == ids:
+                if write_reply(self.template, ScriptedReply.model_validate(choice | {"finish": finish_written})) == ids:
                     return _short(choice | {"finish": finish})
             except BackendError:
                 continue

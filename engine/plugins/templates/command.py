@@ -62,13 +62,13 @@ def template(
     except EngineError as error:
         echo(f"error: {error}", err=True)
         raise typer.Exit(2) from None
-    found = describe(template, spec)
+    facts = describe(template, spec)
     if as_json:
-        echo(json.dumps(plain(found), ensure_ascii=False))
+        echo(json.dumps(plain(facts), ensure_ascii=False))
         return
-    rows = found.pop("trained")
-    turns = found.pop("turns")
-    for key, value in found.items():
+    rows = facts.pop("trained")
+    turns = facts.pop("turns")
+    for key, value in facts.items():
         if isinstance(value, dict):
             echo(f"{key}:" if value else f"{key}: none")
             for name, text in value.items():
@@ -144,11 +144,11 @@ def describe(template: ChatTemplate, spec: Any) -> dict[str, Any]:
     from engine.tokens.jinja_template import JinjaTemplate
     from engine.tokens.patches import patches_of, template_hash
 
-    found: dict[str, Any] = {"renders": "the model's chat template" if template.name == "template" else template.name}
+    facts: dict[str, Any] = {"renders": "the model's chat template" if template.name == "template" else template.name}
     if isinstance(template, JinjaTemplate):
-        found["template"] = " ".join(map(template_hash, template.source.sources))
-        known = {patch.name: patch.about for source in template.source.sources for patch in patches_of(source)}
-        found["patches"] = "all that are known are applied" if spec.template_patches else known
+        facts["template"] = " ".join(map(template_hash, template.source.sources))
+        patches = {patch.name: patch.about for source in template.source.sources for patch in patches_of(source)}
+        facts["patches"] = "all that are known are applied" if spec.template_patches else patches
     reader = template.reader.name if template.reader is not None and template.call_format is None else None
     auto = (
         isinstance(template, JinjaTemplate)
@@ -157,13 +157,13 @@ def describe(template: ChatTemplate, spec: Any) -> dict[str, Any]:
     )
     if auto and isinstance(template, JinjaTemplate):
         chosen = chosen_reader(template, spec)
-        found["replies read by"] = chosen.reader or "no parser: tools are refused with this model"
-        found["not read back"] = chosen.unread
-        found["readers refused"] = chosen.tried
+        facts["replies read by"] = chosen.reader or "no parser: tools are refused with this model"
+        facts["not read back"] = chosen.unread
+        facts["readers refused"] = chosen.tried
     else:
-        found["replies read by"] = reader or (spec.tool_calls if spec.tool_calls != "auto" else "plain")
-        found["not read back"] = failures(template) if template.calls_shown else {}
-    found["shows"] = [
+        facts["replies read by"] = reader or (spec.tool_calls if spec.tool_calls != "auto" else "plain")
+        facts["not read back"] = failures(template) if template.calls_shown else {}
+    facts["shows"] = [
         name
         for name, shown in (
             ("tools", template.knows_tools),
@@ -173,11 +173,11 @@ def describe(template: ChatTemplate, spec: Any) -> dict[str, Any]:
         )
         if shown
     ]
-    found["ends replies with"] = template.stops
+    facts["ends replies with"] = template.stops
     if template.vision is not None:
-        found["images"] = _images(template.vision)
-    found["prompts"] = ": ".join(how_prompts_are_made(template))
-    found["turns"] = turns = usual_turns(template)
-    found["branch rule"] = branch_rule(turns, spec.history)
-    found["trained"] = masks_or_why(template)
-    return found
+        facts["images"] = _images(template.vision)
+    facts["prompts"] = ": ".join(how_prompts_are_made(template))
+    facts["turns"] = turns = usual_turns(template)
+    facts["branch rule"] = branch_rule(turns, spec.history)
+    facts["trained"] = masks_or_why(template)
+    return facts

@@ -52,7 +52,7 @@ class TurnRendering(Struct, frozen=True, kw_only=True):
 
 def usual_turns(template: ChatTemplate) -> dict[str, TurnRendering]:
     """The usual turns that this format can show, by name."""
-    found = {}
+    renderings = {}
     for name, (kinds, new) in CASES.items():
         replies = [kind for kind in kinds if kind >= ASSISTANT]
         if any(kind >= ASSISTANT + CALLS for kind in replies) and not template.calls_shown:
@@ -62,8 +62,8 @@ def usual_turns(template: ChatTemplate) -> dict[str, TurnRendering]:
         verdict = check_bridge(template, bytes(kinds), bytes([new]), None)
         goes_on = verdict.bridged and not verdict.rewrites
         was, now = ("", "") if goes_on else parting(template, [*kinds, new])
-        found[name] = TurnRendering(goes_on=goes_on, why="" if goes_on else verdict.why, was=was, now=now)
-    return found
+        renderings[name] = TurnRendering(goes_on=goes_on, why="" if goes_on else verdict.why, was=was, now=now)
+    return renderings
 
 
 def parting(template: ChatTemplate, kinds: Sequence[int]) -> tuple[str, str]:
@@ -77,18 +77,18 @@ def parting(template: ChatTemplate, kinds: Sequence[int]) -> tuple[str, str]:
     try:
         asked = template.text(views[:-2], None)
         newest = template.text(views[:-1], None)
-        whole = template.text(views, None)
+        newer = template.text(views, None)
     except RenderError:
         return "", ""
     said = newest[: _reply_end(newest, views[-2])]
     for earlier in (asked, said):
-        if not whole.startswith(earlier):
+        if not newer.startswith(earlier):
             at = next(
-                (i for i, (a, b) in enumerate(zip(earlier, whole, strict=False)) if a != b),
-                min(len(earlier), len(whole)),
+                (i for i, (a, b) in enumerate(zip(earlier, newer, strict=False)) if a != b),
+                min(len(earlier), len(newer)),
             )
             start = max(at - _BEFORE, 0)
-            return earlier[start : at + _AFTER], whole[start : at + _AFTER]
+            return earlier[start : at + _AFTER], newer[start : at + _AFTER]
     return "", ""
 
 
@@ -195,7 +195,7 @@ def _say(conversation: Conversation, reply: View, turn: int) -> None:
 def _runs(ids: np.ndarray, mask: np.ndarray) -> list[tuple[int, np.ndarray]]:
     cuts = np.flatnonzero(np.diff(mask)) + 1
     return [
-        (int(part[0]), own) for part, own in zip(np.split(mask, cuts), np.split(ids, cuts), strict=True) if len(own)
+        (int(part[0]), run) for part, run in zip(np.split(mask, cuts), np.split(ids, cuts), strict=True) if len(run)
     ]
 
 

@@ -8,6 +8,7 @@ import threading
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -36,53 +37,42 @@ class ParquetRows(Rows):
         if not self._starts:
             import pyarrow.parquet
 
-            counts = [int(self._guarded(path, pyarrow.parquet.read_metadata).num_rows) for path in self._files]
+            counts = []
+            for path in self._files:
+                with _reading(path):
+                    counts.append(int(pyarrow.parquet.read_metadata(path).num_rows))
             self._starts = [0, *accumulate(counts)]
-        count: int = self._starts[-1]
-        return count
+        return self._starts[-1]
 
     def __iter__(self) -> Iterator[Row]:
-        import pyarrow
-
         number = 0
         for path in self._files:
-            file = self._guarded(path, _parquet_file)
-            try:
+            with _reading(path), _parquet_file(path) as file:
                 for batch in file.iter_batches(batch_size=_batch_rows(file.metadata)):
                     for fields in batch.to_pylist():
                         number += 1
                         yield Row(number=number, fields=fields, origin=None)
-            except (OSError, pyarrow.ArrowException) as error:
-                raise _not_parquet(path, error) from error
-            finally:
-                file.close()
 
     def row(self, position: int) -> Row:
         """See `Rows.row`."""
         len(self)
         at = bisect_right(self._starts, position) - 1
-        with self._lock:
+        with self._lock, _reading(self._files[at]):
             if at not in self._open:
-                self._open[at] = self._guarded(self._files[at], _by_position)
-            fields = self._open[at]
-            return Row(
-                number=position + 1,
-                fields=self._guarded(self._files[at], lambda _: fields(position - self._starts[at])),
-                origin=None,
-            )
-
-    @staticmethod
-    def _guarded(path: Path, call: Callable[[Path], Any]) -> Any:
-        import pyarrow
-
-        try:
-            return call(path)
-        except (OSError, pyarrow.ArrowException) as error:
-            raise _not_parquet(path, error) from error
+                self._open[at] = _by_position(self._files[at])
+            fields = self._open[at](position - self._starts[at])
+        return Row(number=position + 1, fields=fields, origin=None)
 
 
-def _not_parquet(path: Path, error: Exception) -> RowFault:
-    return RowFault(f"`{path}` cannot be read as Parquet: {error}", None, "tasks.bad-file")
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """What pyarrow says of a file as a `RowFault`."""
+    import pyarrow
+
+    try:
+        yield
+    except (OSError, pyarrow.ArrowException) as error:
+        raise RowFault(f"`{path}` cannot be read as Parquet: {error}", None, "tasks.bad-file") from error
 
 
 def _parquet_file(path: Path) -> Any:

@@ -212,10 +212,10 @@ def _python(loaded: LoadedSpec, limit: int | None) -> Rows:
         raise fault(loaded, "code.import", str(error), None, at) from error
     rows: list[Any] = []
     try:
-        made = source(**spec.with_)
-        if hasattr(made, "__len__") and hasattr(made, "__getitem__") and not isinstance(made, list | tuple):
-            return _PythonRows(made, use)
-        rows.extend(islice(made, limit))
+        answer = source(**spec.with_)
+        if hasattr(answer, "__len__") and hasattr(answer, "__getitem__") and not isinstance(answer, list | tuple):
+            return _PythonRows(answer, use)
+        rows.extend(islice(answer, limit))
     except Exception as error:  # whatever the user's own code raises
         message = f"`{use}` failed at row {len(rows) + 1}: {words_of(error)}"
         raise fault(loaded, "tasks.python", message, None, at) from error

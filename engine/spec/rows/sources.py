@@ -87,10 +87,8 @@ class DatasetRows(Rows):
         return len(self._table)
 
     def __iter__(self) -> Iterator[Row]:
-        number = 0
         for start in range(0, len(self), 64):
-            for fields in self._table[start : start + 64].to_pylist():
-                number += 1
+            for number, fields in enumerate(self._table[start : start + 64].to_pylist(), start + 1):
                 yield Row(number=number, fields=fields, origin=None)
 
     def row(self, position: int) -> Row:

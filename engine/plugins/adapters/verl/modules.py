@@ -175,8 +175,8 @@ def verl_importable() -> Iterator[None]:
             yield
             return
         before = {name for name in sys.modules if _of_verl(name)}
-        found = find_spec("verl") if "verl" not in sys.modules else None
-        places = [Path(place) for place in (found.submodule_search_locations or [])] if found is not None else []
+        package = find_spec("verl") if "verl" not in sys.modules else None
+        places = [Path(place) for place in (package.submodule_search_locations or [])] if package is not None else []
         for name, content in MODULES.items():
             module = types.ModuleType(name)
             vars(module).update(content)
