@@ -242,8 +242,8 @@ def _changed_credit(store: RunReader, score: str | None, changes: list[str]) -> 
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"][1:])) or "method"
         keys = sorted(fields_by_key(model), key=lambda key: key != "method") if model is not None else []
-        known = f" (keys: {', '.join(keys)})" if keys else ""
-        raise StoreError(f"--credit {place}: {first['msg']}{known}") from None
+        listed = f" (keys: {', '.join(keys)})" if keys else ""
+        raise StoreError(f"--credit {place}: {first['msg']}{listed}") from None
 
 
 def _read_values(path: Path) -> dict[str, list[list[float]]]:

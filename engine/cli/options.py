@@ -72,8 +72,8 @@ def one_of(point: str, core: Sequence[str], help: str) -> Any:
 def with_options(name: str, command: Callable[..., None]) -> Callable[..., None]:
     """A command with the options that plugins add to it. It gets them as `added`: option -> value, None if it is not given."""
     signature = inspect.signature(command, eval_str=True)
-    core = {each: parameter for each, parameter in signature.parameters.items() if each != "added"}
-    taken = [f"{name} --{each.replace('_', '-')}" for each in core]
+    core = {key: parameter for key, parameter in signature.parameters.items() if key != "added"}
+    taken = [f"{name} --{key.replace('_', '-')}" for key in core]
     options = {
         f"--{option}": annotation
         for path, annotation in plugin.loaded("options", taken).items()
@@ -94,5 +94,5 @@ def with_options(name: str, command: Callable[..., None]) -> Callable[..., None]
         command(**values, added=added)
 
     called.__dict__["__signature__"] = signature.replace(parameters=list(parameters.values()))
-    called.__annotations__ = {each: parameter.annotation for each, parameter in parameters.items()}
+    called.__annotations__ = {key: parameter.annotation for key, parameter in parameters.items()}
     return called

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar
 
@@ -31,12 +31,12 @@ _MESSAGE = 300
 
 def duration(seconds: float) -> str:
     """A duration with its two largest units: `45 s`, `3 min 20 s`, `2 h 5 min`, `4 d 3 h`."""
-    whole = max(0, round(seconds))
+    rounded = max(0, round(seconds))
     for unit, size, lower, part in (("d", 86_400, "h", 3_600), ("h", 3_600, "min", 60), ("min", 60, "s", 1)):
-        if whole >= size:
-            rest = whole % size // part
-            return f"{whole // size} {unit}" + (f" {rest} {lower}" if rest else "")
-    return f"{whole} s"
+        if rounded >= size:
+            rest = rounded % size // part
+            return f"{rounded // size} {unit}" + (f" {rest} {lower}" if rest else "")
+    return f"{rounded} s"
 
 
 def speed(live: RunCounters) -> str:
@@ -86,8 +86,8 @@ def ticking(line: Callable[[], str | None], say: Callable[[str], None]) -> Itera
         for pause in pauses():
             if stop.wait(pause):
                 return
-            if (told := line()) is not None:
-                say(told)
+            if (words := line()) is not None:
+                say(words)
 
     thread = threading.Thread(target=work, name="progress", daemon=True)
     thread.start()
@@ -176,59 +176,49 @@ class Panel:
         ]
 
 
-def _outcomes(summary: RunSummary) -> Table:
-    table = Table("outcome", "episodes", "share", title="Outcomes", title_justify="left")
-    for name, count in summary.outcomes.most_common():
-        table.add_row(name, str(count), share(count, summary.episodes))
-    return table
-
-
-def _causes(summary: RunSummary) -> Table:
-    table = Table("episodes", "cause", "message of the first one", title="Failures by cause", title_justify="left")
-    for cause, count in summary.causes.most_common():
-        message = summary.causes.first[cause].message
-        line = " ".join(message.split())
-        table.add_row(str(count), str(cause), line if len(line) <= _MESSAGE else f"{line[: _MESSAGE - 1]}…")
-    return table
-
-
-def _turns(summary: RunSummary) -> Table:
-    table = Table("turn", "episodes", "mean reward", title="Rewards by turn", title_justify="left")
-    for index, (total, reached) in enumerate(summary.turn_rewards):
-        table.add_row(str(index), f"{reached:.0f}", f"{total / reached:+.3f}" if reached else "–")
-    return table
-
-
-def _transitions(summary: RunSummary) -> Table:
-    table = Table("from", "event", "to", "taken", title="Transitions", title_justify="left")
-    for (source, event, dest), count in summary.transitions.most_common():
-        table.add_row(source, event, dest, str(count))
+def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    table = Table(*columns, title=title, title_justify="left")
+    for row in rows:
+        table.add_row(*row)
     return table
 
 
 def sources_table(summary: RunSummary) -> Table:
     """Episodes, mean reward and part of solved episodes of each source of a mix of tasks."""
-    table = Table(
-        "source", "episodes", "share", "mean reward", "solved", title="Sources of the tasks", title_justify="left"
-    )
+    rows = []
     for name, sums in summary.sources.items():
         mean = f"{sums.reward / sums.episodes:+.3f}" if sums.episodes else "–"
-        table.add_row(
-            name, str(sums.episodes), share(sums.episodes, summary.episodes), mean, share(sums.solved, sums.episodes)
-        )
-    return table
+        part, solved = share(sums.episodes, summary.episodes), share(sums.solved, sums.episodes)
+        rows.append((name, str(sums.episodes), part, mean, solved))
+    return _table("Sources of the tasks", ("source", "episodes", "share", "mean reward", "solved"), rows)
 
 
-def _times(summary: RunSummary) -> Table:
-    table = Table("state", "seconds", "share", title="Time by state (summed over episodes)", title_justify="left")
-    whole = sum(summary.seconds.values())
-    for state, seconds in sorted(summary.seconds.items(), key=lambda item: -item[1]):
-        table.add_row(state, f"{seconds:.1f}", share(seconds, whole))
-    if summary.queue_seconds:
-        table.add_row(
-            "  waiting in the backend", f"{summary.queue_seconds:.1f}", share(summary.queue_seconds, whole), style="dim"
-        )
-    return table
+def _tables(summary: RunSummary) -> Iterator[Table]:
+    """The tables of a summary."""
+    outcomes = [(name, str(count), share(count, summary.episodes)) for name, count in summary.outcomes.most_common()]
+    yield _table("Outcomes", ("outcome", "episodes", "share"), outcomes)
+    yield sources_table(summary)
+    causes = []
+    for cause, count in summary.causes.most_common():
+        line = " ".join(summary.causes.first[cause].message.split())
+        causes.append((str(count), str(cause), line if len(line) <= _MESSAGE else f"{line[: _MESSAGE - 1]}…"))
+    yield _table("Failures by cause", ("episodes", "cause", "message of the first one"), causes)
+    turns = [
+        (str(index), f"{reached:.0f}", f"{total / reached:+.3f}" if reached else "–")
+        for index, (total, reached) in enumerate(summary.turn_rewards)
+    ]
+    yield _table("Rewards by turn", ("turn", "episodes", "mean reward"), turns)
+    transitions = [(*edge, str(count)) for edge, count in summary.transitions.most_common()]
+    yield _table("Transitions", ("from", "event", "to", "taken"), transitions)
+    total = sum(summary.seconds.values())
+    times = [
+        (state, f"{seconds:.1f}", share(seconds, total))
+        for state, seconds in sorted(summary.seconds.items(), key=lambda item: -item[1])
+    ]
+    table = _table("Time by state (summed over episodes)", ("state", "seconds", "share"), times)
+    if queued := summary.queue_seconds:
+        table.add_row("  waiting in the backend", f"{queued:.1f}", share(queued, total), style="dim")
+    yield table
 
 
 def print_summary(
@@ -242,15 +232,7 @@ def print_summary(
         seconds: Wall time of this process's part of the run.
         tokens: Number of tokens that were sampled in it.
     """
-    tables = (
-        _outcomes(summary),
-        sources_table(summary),
-        _causes(summary),
-        _turns(summary),
-        _transitions(summary),
-        _times(summary),
-    )
-    for table in tables:
+    for table in _tables(summary):
         if table.row_count:
             console.print(table)
     names = ", ".join(f"{name} {value / summary.episodes:+.3f}" for name, value in sorted(summary.names.items()))

@@ -151,10 +151,10 @@ def _prepare(
     if resume is not None and resume != "auto":
         if spec is not None or run_name is not None:
             wrong_usage("--resume TRAINING continues the training's own spec: leave out SPEC and --run-name")
-        found = folders.find_training(resume, out or Path("runs"))
-        loaded = _changed(found, overrides)
-        _continue(console, found, loaded, overrides)
-        return loaded, found
+        training = folders.find_training(resume, out or Path("runs"))
+        loaded = _changed(training, overrides)
+        _continue(console, training, loaded, overrides)
+        return loaded, training
     if spec is None or (resume == "auto" and run_name is None):
         wrong_usage("give a spec to train, or --resume TRAINING; --resume auto takes SPEC and --run-name")
     loaded = load_spec(spec, overrides)

@@ -44,12 +44,8 @@ def spark(values: list[float], width: int = WIDTH) -> str:
         return " " * len(newest)
     low, span = min(finite), max(finite) - min(finite)
 
-    def bar(value: float) -> str:
-        if not math.isfinite(value):
-            return " "
-        return BARS[min(len(BARS) - 1, int((value - low) / span * len(BARS)))] if span else BARS[0]
-
-    return "".join(map(bar, newest))
+    heights = [(value - low) / (span or 1.0) * len(BARS) if math.isfinite(value) else -1 for value in newest]
+    return "".join(BARS[min(len(BARS) - 1, int(height))] if height >= 0 else " " for height in heights)
 
 
 class TrainPanel:
@@ -116,7 +112,7 @@ class TrainPanel:
                 parts.append(f"{name} {form.format(now[key])}")
         if again := now.get("rollout/regenerated_tokens"):
             parts.append(f"sampled again {again:.0f}")
-        parts += filter(None, [_sampled(now), _without_update(now)])
+        parts += _batch(now)
         if unplaced := now.get("credit/unplaced_rewards"):
             parts.append(f"WARNING: {unplaced:.0f} rewards reach no token")
         times = _times(now)
@@ -150,23 +146,24 @@ class TrainPanel:
                 rows.add_row("epoch", f"{epochs[0]:.2f}")
         else:
             rows.add_row("reward", _curve(self._rewards))
-        if turns := _by_turn(self._now):
-            rows.add_row("by turn", "  ".join(f"{turn} {value:+.3f}" for turn, value in turns))
+        turns = {name[12:]: value for name, value in self._now.items() if name.startswith("reward/turn/")}
+        if numbers := sorted(int(turn) for turn in turns if turn.isdigit()):
+            rows.add_row("by turn", "  ".join(f"{turn} {turns[str(turn)]:+.3f}" for turn in numbers))
         if self._evaluated:
             rows.add_row("evaluation", _listed(self._evaluated, limit=6))
         for title, entries in _GROUPS:
             parts = [f"{label} {self._now[key]:.3g}" for label, key in entries if key in self._now]
             if parts:
                 rows.add_row(title, "  ".join(parts))
-        if parts := [each for each in (_sampled(self._now), _without_update(self._now)) if each]:
+        if parts := _batch(self._now):
             rows.add_row("batch", Text("  ".join(parts), style="yellow"))
         if unplaced := self._now.get("credit/unplaced_rewards"):
             words = f"{unplaced:.0f} rewards (sum {self._now['credit/unplaced_sum']:.3g}) reach no token: see the log"
             rows.add_row("warning", Text(words, style="bold red"))
         rows.add_row("episodes", Text(self._episodes(), style="cyan"))
         if times := _times(self._now):
-            whole = sum(seconds for _, seconds in times)
-            shares = (f"{phase} {seconds:.1f} s ({100 * seconds / whole:.0f}%)" for phase, seconds in times if whole)
+            total = sum(seconds for _, seconds in times)
+            shares = (f"{phase} {seconds:.1f} s ({100 * seconds / total:.0f}%)" for phase, seconds in times if total)
             rows.add_row("time", "  ".join(shares))
         return Group(self._head(), rows)
 
@@ -222,20 +219,15 @@ def shown(panel: TrainPanel, console: Console, *, quiet: bool = False) -> Iterat
         panel.printer = None
 
 
-def _by_turn(values: Mapping[str, float]) -> list[tuple[int, float]]:
-    found = [(name.rpartition("/")[2], value) for name, value in values.items() if name.startswith("reward/turn/")]
-    return sorted((int(turn), value) for turn, value in found if turn.isdigit())
-
-
-def _sampled(values: Mapping[str, float]) -> str | None:
-    """Number of sampled groups, if a step sampled more than it trained on."""
+def _batch(values: Mapping[str, float]) -> list[str]:
+    """What a step says of its batch: how many groups were sampled, if more than it trained on, and why the weights did not change."""
+    words = []
     used, sampled = values.get("groups/used", 0.0), values.get("groups/sampled", 0.0)
-    return f"{used:.0f} of {sampled:.0f} sampled groups have a signal" if used < sampled else None
-
-
-def _without_update(values: Mapping[str, float]) -> str | None:
-    """Reason why the weights did not change in a step; None if they did."""
-    return "no update: no group has a signal" if values.get("updates") == 0 else None
+    if used < sampled:
+        words.append(f"{used:.0f} of {sampled:.0f} sampled groups have a signal")
+    if values.get("updates") == 0:
+        words.append("no update: no group has a signal")
+    return words
 
 
 def _times(values: Mapping[str, float]) -> list[tuple[str, float]]:

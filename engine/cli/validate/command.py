@@ -36,22 +36,19 @@ def find_specs(named: Sequence[Path], allowed: Sequence[Path] = ()) -> Iterator[
     """
     seen: set[Path] = set()
     for path in named:
-        found = _under(path, allowed) if path.is_dir() else [path]
-        for file in found:
+        for file in _under(path, allowed) if path.is_dir() else [path]:
             if file.absolute() not in seen:
                 seen.add(file.absolute())
                 yield file
 
 
 def _under(folder: Path, allowed: Sequence[Path]) -> list[Path]:
-    files = (file for ending in ("yaml", "yml") for file in folder.rglob(f"*.{ending}"))
-    return sorted(
-        file for file in files if file.is_file() and not _hidden(file, folder) and _looks_like_spec(file, allowed)
-    )
-
-
-def _hidden(file: Path, folder: Path) -> bool:
-    return any(part.startswith(".") for part in file.relative_to(folder).parts)
+    specs = []
+    for file in (*folder.rglob("*.yaml"), *folder.rglob("*.yml")):
+        hidden = any(part.startswith(".") for part in file.relative_to(folder).parts)
+        if file.is_file() and not hidden and _looks_like_spec(file, allowed):
+            specs.append(file)
+    return sorted(specs)
 
 
 def _looks_like_spec(file: Path, allowed: Sequence[Path]) -> bool:

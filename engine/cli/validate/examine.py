@@ -87,26 +87,26 @@ def examine(path: Path, options: Options | None = None, doing: Callable[[str], N
     set_deadline(options.seconds / 2)
     for examine_file in EXAMINE_FILE.all():
         if (other := examine_file(path, options.overrides, access)) is not None:
-            found, unreadable, skipped = other
-            return _report(Report(str(path), found, unreadable, scenarios=True, skipped=skipped), {}, access)
+            diagnostics, unreadable, skipped = other
+            return _report(Report(str(path), diagnostics, unreadable, scenarios=True, skipped=skipped), {}, access)
     if path.stem.endswith(SCENARIOS) and (unplayed := list(_unplayed(path))):
         return Report(str(path), unplayed, scenarios=True)
     loaded, problems = read_spec(path, options.overrides, access)
     if loaded is None:
         unreadable = any(item.rule in UNREADABLE for item in problems)
         return _report(Report(str(path), problems, unreadable), {}, access)
-    found, skipped = check_rules(loaded, doing, calls=options.imports)
+    findings, skipped = check_rules(loaded, doing, calls=options.imports)
     worst = None
-    sound = not any(item.severity == "error" and item.rule.startswith("machine.") for item in found)
+    sound = not any(item.severity == "error" and item.rule.startswith("machine.") for item in findings)
     if (options.cost or options.budget) and sound:
         worst = worst_case(CheckContext(loaded))
-        found += mask_all(over_budget(loaded, worst, options.budget), loaded.variables)
+        findings += mask_all(over_budget(loaded, worst, options.budget), loaded.variables)
     if options.trainer is not None and sound:
-        found += mask_all(trainer_of(options.trainer).findings(loaded), loaded.variables)
+        findings += mask_all(trainer_of(options.trainer).findings(loaded), loaded.variables)
     sources = {mask(file, loaded.variables): text for file, text in loaded.sources.items()}
     for slow_findings in SLOW_FINDINGS.all(written(loaded.spec)):
-        found += mask_all(slow_findings(loaded, options.seconds / 2), loaded.variables)
-    everything = [*problems, *found, *_unplayed(path)]
+        findings += mask_all(slow_findings(loaded, options.seconds / 2), loaded.variables)
+    everything = [*problems, *findings, *_unplayed(path)]
     return _report(Report(str(path), everything, worst=worst, skipped=skipped), sources, access)
 
 
@@ -175,8 +175,8 @@ class _Examiner:
     def _with_code(self, path: Path, static: Report, seconds: float) -> Report:
         child = _child(self.options, CODE_MEMORY)
         try:
-            found = unpack(str(path), child.ask(str(path).encode("utf-8", "surrogateescape"), max(seconds, 0.1)))
-            return _both(static, found)
+            reply = child.ask(str(path).encode("utf-8", "surrogateescape"), max(seconds, 0.1))
+            return _both(static, unpack(str(path), reply))
         except (ChildError, ValueError) as error:
             fix = "a module must be imported without ending the process, and within the time and memory limits"
             failed = _failed(path, FAILED, f"the checks that import its code have no result: {error}", fix)
@@ -219,18 +219,18 @@ def _failed(path: Path, rule: str, message: str, fix: str) -> Report:
     return Report(str(path), [Diagnostic(rule, "error", message, fix, origin)], excerpts=[None])
 
 
-def _both(static: Report, found: Report) -> Report:
+def _both(static: Report, imported: Report) -> Report:
     """The findings with code merged with those without it."""
-    known = {(item.rule, item.origin, item.path) for item in found.diagnostics}
+    seen = {(item.rule, item.origin, item.path) for item in imported.diagnostics}
     extra = [
         (item, excerpt)
         for item, excerpt in zip(static.diagnostics, static.excerpts, strict=True)
         if item.severity == "error"
-        and (item.rule, item.origin, item.path) not in known
+        and (item.rule, item.origin, item.path) not in seen
         and item.rule != "budget.exceeded"
     ]
-    pairs = sorted([*zip(found.diagnostics, found.excerpts, strict=True), *extra], key=lambda pair: pair[0].place)
-    return replace(found, diagnostics=[item for item, _ in pairs], excerpts=[excerpt for _, excerpt in pairs])
+    pairs = sorted([*zip(imported.diagnostics, imported.excerpts, strict=True), *extra], key=lambda pair: pair[0].place)
+    return replace(imported, diagnostics=[item for item, _ in pairs], excerpts=[excerpt for _, excerpt in pairs])
 
 
 __all__ = ["FAILED", "STOPPED", "Options", "examine", "examine_all"]

@@ -11,7 +11,6 @@ import re
 import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -74,56 +73,50 @@ class Report:
 # ---- excerpts
 
 
-def excerpts_of(found: Sequence[Diagnostic], sources: Mapping[str, str], access: Access) -> list[Excerpt | None]:
+def excerpts_of(diagnostics: Sequence[Diagnostic], sources: Mapping[str, str], access: Access) -> list[Excerpt | None]:
     """The source line of each finding.
 
     Args:
-        found: The findings.
+        diagnostics: The findings.
         sources: Text of the files that were read, by `Origin.file`.
         access: The other files that may be opened.
     """
-    return [_excerpt_of(item, sources, access) for item in found]
+    lines: dict[str, list[str]] = {}
+    excerpts: list[Excerpt | None] = []
+    for item in diagnostics:
+        origin = item.origin
+        if origin is None:
+            excerpts.append(None)
+        elif origin.file == SET_FILE:
+            line = origin.via.partition("\n")[0]
+            excerpts.append(_excerpt_at(line, origin.column + len("--set "), ""))
+        else:
+            if origin.file not in lines:
+                lines[origin.file] = _lines_of(origin.file, sources, access)
+            of_file = lines[origin.file]
+            line = of_file[origin.line - 1] if 0 < origin.line <= len(of_file) else ""
+            excerpts.append(_excerpt_at(line, origin.column, str(origin.line)))
+    return excerpts
 
 
-def _excerpt_of(item: Diagnostic, sources: Mapping[str, str], access: Access) -> Excerpt | None:
-    origin = item.origin
-    if origin is None:
-        return None
-    if origin.file == SET_FILE:
-        line, column, number = origin.via.partition("\n")[0], origin.column + len("--set "), ""
-    else:
-        line, column, number = _line(origin.file, origin.line, sources, access), origin.column, str(origin.line)
+def _excerpt_at(line: str, column: int, number: str) -> Excerpt | None:
     if len(line) > WIDEST:
         start = max(0, column - WIDEST // 2)
         line, column = line[start : start + WIDEST], column - start
     return Excerpt(line, column, number) if line.strip() else None
 
 
-def _line(file: str, line: int, sources: Mapping[str, str], access: Access) -> str:
-    text = sources.get(file)
-    lines = _lines_of_file(file, access) if text is None else _lines_of(text)
-    return lines[line - 1] if 0 < line <= len(lines) else ""
-
-
-@lru_cache(maxsize=4)
-def _lines_of(text: str) -> list[str]:
+def _lines_of(file: str, sources: Mapping[str, str], access: Access) -> list[str]:
     from engine.spec.text.tree import split_lines
 
+    text = sources.get(file)
+    if text is None:
+        try:
+            with access.open(Path(file)) as stream:
+                text = stream.read(MAX_SHOWN).decode("utf-8-sig", errors="replace")
+        except (OSError, ValueError):
+            return []
     return split_lines(text)
-
-
-def _lines_of_file(file: str, access: Access) -> list[str]:
-    try:
-        status = Path(file).stat()
-        return _read_lines(str(Path(file).absolute()), status.st_mtime_ns, status.st_size, access)
-    except (OSError, ValueError):
-        return []
-
-
-@lru_cache(maxsize=4)
-def _read_lines(file: str, changed: int, size: int, access: Access) -> list[str]:
-    with access.open(Path(file)) as stream:
-        return _lines_of(stream.read(MAX_SHOWN).decode("utf-8-sig", errors="replace"))
 
 
 # ---- text
@@ -159,18 +152,18 @@ def first_in_line(text: str) -> str:
 
 def _cost(report: Report) -> list[str]:
     """The worst case as a table."""
-    found = report.worst
+    worst = report.worst
     file = first_in_line(report.file)
-    if found is None:
+    if worst is None:
         return [f"{file}: no worst case: its machine has errors"]
-    many = "?" if found.episodes is None else f"{found.episodes:,}"
+    many = "?" if worst.episodes is None else f"{worst.episodes:,}"
     rows = [("the most of", "one episode", f"{many} episodes", "bounded by")]
-    for name, bound in found.episode.items():
-        run = found.run.get(name)
-        whole = "" if run is None else "?" if found.episodes is None and run.most is None else _number(run.most)
-        rows.append((name, _number(bound.most), whole, bound.by))
+    for name, bound in worst.episode.items():
+        run = worst.run.get(name)
+        of_run = "" if run is None else "?" if worst.episodes is None and run.most is None else _number(run.most)
+        rows.append((name, _number(bound.most), of_run, bound.by))
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    title = file if found.exact else f"{file} (from its limits only: the machine is too large to check all its paths)"
+    title = file if worst.exact else f"{file} (from its limits only: the machine is too large to check all its paths)"
     return [title] + [
         f"  {row[0]:<{widths[0]}}  {row[1]:>{widths[1]}}  {row[2]:>{widths[2]}}  {one_line(row[3])}" for row in rows
     ]
@@ -181,8 +174,8 @@ def _number(value: float | None) -> str:
 
 
 def _summary(reports: Sequence[Report]) -> str:
-    found = [item.severity for report in reports for item in report.diagnostics]
-    counts = [f"{found.count(name)} {name}{'s' if found.count(name) != 1 else ''}" for name in ("error", "warning")]
+    severities = [item.severity for report in reports for item in report.diagnostics]
+    counts = [f"{(count := severities.count(name))} {name}{'s' * (count != 1)}" for name in ("error", "warning")]
     bad = sum(report.status != VALID for report in reports)
     played = sum(report.scenarios for report in reports)
     counted = [(len(reports) - played, "spec", "specs"), (played, "file of scenarios", "files of scenarios")]
