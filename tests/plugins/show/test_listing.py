@@ -256,7 +256,7 @@ async def test_another_run_in_the_same_folder_replaces_the_summaries(tmp_path: P
 def test_a_damaged_index_and_a_cache_that_cannot_be_written_do_no_harm(
     run: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = view_index.index_file()
+    file = cache / "view" / f"episodes-{view_index.VERSION}.db"
     file.parent.mkdir(parents=True)
     file.write_bytes(b"no database" * 1000)
     with Listing.open([run]) as listing:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import sqlite3
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -72,11 +72,6 @@ CREATE TABLE IF NOT EXISTS variables (
 """
 
 
-def index_file() -> Path:
-    """The file of the index."""
-    return cache_root() / "view" / f"episodes-{VERSION}.db"
-
-
 class Index:
     """Summaries of the episodes of any number of stores. One object may be used by one thread at a time.
 
@@ -95,7 +90,7 @@ class Index:
     @classmethod
     def cached(cls) -> Index:
         """Open the index in the cache folder; in memory if that cannot be written."""
-        file = index_file()
+        file = cache_root() / "view" / f"episodes-{VERSION}.db"
         try:
             private_folder(file.parent, exist_ok=True)
             private_file(file)
@@ -112,21 +107,15 @@ class Index:
 
     def add(self, source: Source, store: RunReader) -> int:
         """Return the number of a store in the index; remove what the index has of another store in the same folder."""
-        own = (store.run_id, store.header.created)
+        identity = (store.run_id, store.header.created)
         with self._writing():
-            found = self.connection.execute(
-                "SELECT source, run_id, created FROM sources WHERE folder = ?", (source.folder,)
-            ).fetchone()
-            if found is not None and found[1:] == own:
-                return int(found[0])
-            if found is not None:
-                self._forget(found[0])
-            return int(
-                self.connection.execute(
-                    "INSERT INTO sources (folder, run_id, created) VALUES (?, ?, ?) RETURNING source",
-                    (source.folder, *own),
-                ).fetchone()[0]
-            )
+            query = "SELECT source, run_id, created FROM sources WHERE folder = ?"
+            for number, *stored in self.connection.execute(query, (source.folder,)).fetchall():
+                if tuple(stored) == identity:
+                    return int(number)
+                self._forget(number)
+            query = "INSERT INTO sources (folder, run_id, created) VALUES (?, ?, ?) RETURNING source"
+            return int(self.connection.execute(query, (source.folder, *identity)).fetchone()[0])
 
     def refresh(self, number: int, source: Source, store: RunReader) -> bool:
         """Bring the stored columns up to date with the store, without details. Returns whether anything changed.
@@ -171,26 +160,24 @@ class Index:
         gone = had.keys() - {row[0] for row in page}
         if not changed and not gone:
             return False
-        found = connection.execute(
-            f"SELECT number, {_STORED} FROM episodes WHERE number BETWEEN ? AND ?", (first, last)
-        )
+        rows = connection.execute(f"SELECT number, {_STORED} FROM episodes WHERE number BETWEEN ? AND ?", (first, last))
         marks = ", ".join("?" * (2 + _STORED.count(",") + 1))
         with self._writing():
             for each in gone:
                 self._remove(number, each - 1, each)
             self.connection.executemany(
                 f"INSERT OR REPLACE INTO episodes (source, number, {_STORED}) VALUES ({marks})",
-                ((number, *row) for row in found if row[0] in changed),
+                ((number, *row) for row in rows if row[0] in changed),
             )
         return True
 
     def _remove(self, number: int, after: int, last: int) -> bool:
         """Remove the episodes of a source whose numbers are greater than `after`, up to `last`. Returns whether there were any."""
-        found = 0
+        removed = 0
         for table in ("episodes", "variables"):
             query = f"DELETE FROM {table} WHERE source = ? AND number > ? AND number <= ?"
-            found += self.connection.execute(query, (number, after, last)).rowcount
-        return found > 0
+            removed += self.connection.execute(query, (number, after, last)).rowcount
+        return removed > 0
 
     def _steps(self, number: int, source: Source, *, all_rows: bool) -> bool:
         """Write to each episode the step of the training that used it, from `batches.jsonl`."""
@@ -201,8 +188,8 @@ class Index:
             return False
         file = Path(source.training) / BATCHES
         try:
-            told = file.stat()
-            state = f"{told.st_size} {told.st_mtime_ns}"
+            status = file.stat()
+            state = f"{status.st_size} {status.st_mtime_ns}"
         except OSError:
             return False
         before = self.connection.execute("SELECT batches FROM sources WHERE source = ?", (number,)).fetchone()[0]
@@ -217,12 +204,18 @@ class Index:
 
     def missing(self, sources: Sequence[int], limit: int = -1) -> dict[int, list[int]]:
         """Return the numbers of the finished episodes without details, by source: at most `limit`; negative: all."""
-        found: dict[int, list[int]] = {}
+        numbers: dict[int, list[int]] = {}
         marks = ", ".join("?" * len(sources))
         query = f"SELECT source, number FROM episodes INDEXED BY episodes_not_read WHERE source IN ({marks}) AND status = 'done' AND NOT detailed LIMIT ?"
         for source, episode in self.connection.execute(query, (*sources, limit)):
-            found.setdefault(source, []).append(episode)
-        return found
+            numbers.setdefault(source, []).append(episode)
+        return numbers
+
+    def missing_of(self, source: int, episodes: Sequence[int]) -> list[int]:
+        """Return those of these episodes that are finished and without details."""
+        listed = ", ".join(map(str, episodes))
+        query = f"SELECT number FROM episodes WHERE source = ? AND number IN ({listed}) AND status = 'done' AND NOT detailed"
+        return [row[0] for row in self.connection.execute(query, (source,))]
 
     def detail(self, number: int, store: RunReader, episodes: Sequence[int]) -> None:
         """Write the details of finished episodes, `CHUNK` at a time, each part in one commit.
@@ -285,92 +278,76 @@ def _open(file: Path | None) -> sqlite3.Connection:
 
 def _signature(store: RunReader) -> tuple[int, ...] | None:
     """Sizes and times of the files that `refresh` reads; None while they may change without a change of these."""
-    found: list[int] = []
+    sizes: list[int] = []
+    times: list[int] = []
     for file in (store.path, Path(f"{store.path}-wal"), store.folder.parent / BATCHES):
-        try:
-            told = file.stat()
-        except OSError:
-            found += (0, 0)
-            continue
-        found += (told.st_size, told.st_mtime_ns)
-    return tuple(found) if time.time_ns() - max(found[1::2]) > _SETTLED else None
+        with suppress(OSError):
+            status = file.stat()
+            sizes.append(status.st_size)
+            times.append(status.st_mtime_ns)
+    return (*sizes, *times) if time.time_ns() - max(times, default=0) > _SETTLED else None
 
 
 def _live(store: RunReader) -> list[tuple[Any, ...]]:
     """(turns, sampled tokens, state, number) of each episode that was begun and is not done."""
-    return [(*row[:3], base + row[3]) for connection, base in store.live() for row in _running(connection)]
-
-
-def _running(connection: sqlite3.Connection) -> list[tuple[Any, ...]]:
-    with reading(connection):
-        return connection.execute(
-            "SELECT coalesce(sum(j.kind = 'generation'), 0), coalesce(sum(length(j.tokens)) / 8, 0), "
-            "(SELECT dest FROM journal l WHERE l.episode = e.number AND l.attempt = e.attempt ORDER BY seq DESC LIMIT 1), "
-            "e.number FROM episodes e LEFT JOIN journal j ON j.episode = e.number AND j.attempt = e.attempt "
-            "WHERE e.status = 'running' GROUP BY e.number"
-        ).fetchall()
+    query = (
+        "SELECT coalesce(sum(j.kind = 'generation'), 0), coalesce(sum(length(j.tokens)) / 8, 0), "
+        "(SELECT dest FROM journal l WHERE l.episode = e.number AND l.attempt = e.attempt ORDER BY seq DESC LIMIT 1), "
+        "e.number FROM episodes e LEFT JOIN journal j ON j.episode = e.number AND j.attempt = e.attempt "
+        "WHERE e.status = 'running' GROUP BY e.number"
+    )
+    rows: list[tuple[Any, ...]] = []
+    for connection, base in store.live():
+        with reading(connection):
+            rows += [(*row[:3], base + row[3]) for row in connection.execute(query)]
+    return rows
 
 
 def _read(store: RunReader, episodes: Sequence[int]) -> tuple[list[tuple[Any, ...]], list[tuple[Any, ...]]]:
     """Read episodes: the rows of `_DETAILS` with number and attempt, and the rows of table `variables`."""
     texts: list[tuple[int, int, str]] = []
-    blobs: list[tuple[int, int, bytes]] = []
-    gone: list[tuple[int, int]] = []
-    lost: list[tuple[int, int]] = []
+    branches: dict[int, list[tuple[int, bytes]]] = {}
+    problems: dict[tuple[int, int], str] = {}
     for connection, base in store.contents(episodes):
-        own = tuple(number - base for number in episodes if 0 < number - base < STORE)
-        marks = ", ".join("?" * len(own))
+        numbers = tuple(number - base for number in episodes if 0 < number - base < STORE)
+        marks = ", ".join("?" * len(numbers))
         with reading(connection):
-            found = connection.execute(
-                f"SELECT episode, attempt, trajectory FROM trajectories WHERE episode IN ({marks})", own
-            ).fetchall()
-            texts += [(base + number, *rest) for number, *rest in found]
-            found = connection.execute(
-                f"SELECT episode, tokens, weight_versions FROM branches WHERE episode IN ({marks})", own
-            ).fetchall()
-            blobs += [(base + number, *rest) for number, *rest in found]
-            gone += [(base + number, attempt) for number, attempt in dropped_among(connection, own)]
-            found = connection.execute(
+            query = (
                 f"SELECT number, attempt FROM episodes e WHERE number IN ({marks}) AND status = 'done' "
-                "AND NOT EXISTS (SELECT 1 FROM trajectories t WHERE t.episode = e.number)",
-                own,
-            ).fetchall()
-            lost += [(base + number, attempt) for number, attempt in found]
-    rows: dict[int, list[tuple[int, bytes]]] = {}
-    for episode, tokens, versions in blobs:
-        rows.setdefault(episode, []).append((tokens, versions))
+                "AND NOT EXISTS (SELECT 1 FROM trajectories t WHERE t.episode = e.number)"
+            )
+            for number, attempt in connection.execute(query, numbers):
+                problems[base + number, attempt] = "its trajectory is missing, so the file is damaged"
+            for number, attempt in dropped_among(connection, numbers):
+                problems[base + number, attempt] = "its content was dropped to save space"
+            query = f"SELECT episode, attempt, trajectory FROM trajectories WHERE episode IN ({marks})"
+            texts += [(base + number, *rest) for number, *rest in connection.execute(query, numbers)]
+            query = f"SELECT episode, tokens, weight_versions FROM branches WHERE episode IN ({marks})"
+            for number, tokens, versions in connection.execute(query, numbers):
+                branches.setdefault(base + number, []).append((tokens, versions))
     details: list[tuple[Any, ...]] = []
     variables: list[tuple[Any, ...]] = []
-    for key in gone:
-        details.append(("its content was dropped to save space", *[None] * _DETAILS.count(","), DAMAGED, *key))
-    for key in set(lost) - set(gone):
-        details.append(
-            ("its trajectory is missing, so the file is damaged", *[None] * _DETAILS.count(","), DAMAGED, *key)
-        )
     for episode, attempt, text in texts:
         try:
             with codec.damaged("the episode"):
                 head = read_head(text)
-                details.append((*_details(head, rows.get(episode, [])), WHOLE, episode, attempt))
+                details.append((*_details(head, branches.get(episode, [])), WHOLE, episode, attempt))
                 variables.append((episode, *(codec.json_of(of(head)) for of in END_VALUES.values())))
         except StoreError as error:
-            details.append((str(error), *[None] * _DETAILS.count(","), DAMAGED, episode, attempt))
+            problems[episode, attempt] = str(error)
+    unknown = [None] * _DETAILS.count(",")
+    details += [(problem, *unknown, DAMAGED, *key) for key, problem in problems.items()]
     return details, variables
 
 
 def _details(head: Any, branches: Iterable[tuple[int, bytes]]) -> tuple[Any, ...]:
-    trained = total = count = 0
-    oldest, newest = None, None
+    total, count = 0, 0
+    sampled = np.zeros(0, np.int32)
     for tokens, blob in branches:
         versions = np.frombuffer(blob, "<i4")
-        sampled = versions[versions >= 0]
+        sampled = np.concatenate([sampled, versions[versions >= 0]])
         count += 1
         total += tokens
-        trained += len(sampled)
-        if len(sampled):
-            low, high = int(sampled.min()), int(sampled.max())
-            oldest = low if oldest is None else min(oldest, low)
-            newest = high if newest is None else max(newest, high)
     outcome = head.outcome
     failure = outcome.failure
     return (
@@ -383,11 +360,11 @@ def _details(head: Any, branches: Iterable[tuple[int, bytes]]) -> tuple[Any, ...
         head.counts.get("tool_calls", 0),
         head.counts.get("tool_errors", 0),
         head.counts.get("context_tokens", 0),
-        trained,
+        len(sampled),
         total,
         count,
         sum(len(message.images) for message in head.messages if not isinstance(message.content, str)),
-        oldest,
-        newest,
+        int(sampled.min()) if len(sampled) else None,
+        int(sampled.max()) if len(sampled) else None,
         sum(turn.cost for turn in head.turns),
     )

@@ -10,7 +10,7 @@ Stores may be running: every method reads their newest state. Stores are only re
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -18,11 +18,12 @@ from typing import Any
 from pydantic_core import from_json
 
 from engine.errors import StoreError
-from engine.plugins.show.listing.filters import Matching, checked, matching, needs_details
+from engine.plugins.show.listing.filters import LISTING_VARIABLES, Matching, matching
 from engine.plugins.show.listing.index import CHUNK, Index
 from engine.plugins.show.listing.rows import EPISODE, Cause, Neighbours, Page, Row, Totals, row_of
 from engine.plugins.show.listing.sources import Source, open_stores
 from engine.store.codec import damaged
+from engine.store.episode_filter import compile_filter
 from engine.store.reader import RunReader
 from engine.store.reading import decoding
 
@@ -200,16 +201,10 @@ class Listing:
         Raises:
             StoreError: there is no such run or task.
         """
-        with self._lock:
-            number = self._number(run)
-            self._refresh()
-            found = self._index.connection.execute(
-                "SELECT number FROM episodes WHERE source = ? AND task_id = ? ORDER BY sample_index, number",
-                (number, task),
-            ).fetchall()
-            if not found:
-                raise StoreError(f"{run} has no task `{task}`")
-            return self._listed(number, [row[0] for row in found])
+        rows = self._of(run, "task_id", task)
+        if not rows:
+            raise StoreError(f"{run} has no task `{task}`")
+        return rows
 
     def row(self, run: str, episode: str) -> Row:
         """Return one episode.
@@ -217,15 +212,18 @@ class Listing:
         Raises:
             StoreError: there is no such run or episode.
         """
+        rows = self._of(run, "id", episode)
+        if not rows:
+            raise StoreError(f"{run} has no episode `{episode}`")
+        return rows[0]
+
+    def _of(self, run: str, column: str, value: str) -> list[Row]:
+        """The episodes of a run with a value in a column of the index, in order."""
         with self._lock:
             number = self._number(run)
             self._refresh()
-            found = self._index.connection.execute(
-                "SELECT number FROM episodes WHERE source = ? AND id = ?", (number, episode)
-            ).fetchone()
-            if found is None:
-                raise StoreError(f"{run} has no episode `{episode}`")
-            return self._listed(number, [found[0]])[0]
+            query = f"SELECT source, {EPISODE} FROM episodes WHERE source = ? AND {column} = ?"
+            return self._rows(f"{query} ORDER BY task_index, sample_index, number", (number, value))
 
     def neighbours(
         self,
@@ -278,8 +276,8 @@ class Listing:
         for number, (source, _) in self._stores.items():
             if source.key == run:
                 return number
-        known = ", ".join(source.key for source in self.sources[:5])
-        raise StoreError(f"there is no run `{run}` in this list; it has {known}")
+        keys = ", ".join(source.key for source in self.sources[:5])
+        raise StoreError(f"there is no run `{run}` in this list; it has {keys}")
 
     def _open_new(self) -> None:
         """Open stores that are not open yet: a training that goes on makes one for each evaluation."""
@@ -294,25 +292,25 @@ class Listing:
 
     def _choose(self, filter: str | None, text: str | None, *, details: bool) -> Matching | None:
         """Update the index and choose episodes into the table `matching`; None: all of them."""
-        guard = checked(filter) if filter and filter.strip() else None
+        guard = compile_filter(filter, "filter", LISTING_VARIABLES) if filter and filter.strip() else None
         self._refresh()
-        if details or needs_details(guard):
+        if details or (guard is not None and not guard.names <= {"task", "limits", "run"}):
             for number, episodes in self._index.missing(list(self._stores)).items():
                 self._index.detail(number, self._stores[number][1], episodes)
         wanted = (filter or "", text or "")
         if guard is None and not text:
             return None
         if self._matched is None or self._matched[0] != wanted:
-            found = matching(self._index, self._stores, guard, text or "")
+            chosen = matching(self._index, self._stores, guard, text or "")
             connection = self._index.connection
             connection.execute(
                 "CREATE TEMP TABLE IF NOT EXISTS matching (source INTEGER, number INTEGER, PRIMARY KEY (source, number)) WITHOUT ROWID"
             )
             connection.execute("BEGIN")
             connection.execute("DELETE FROM matching")
-            connection.executemany("INSERT INTO matching VALUES (?, ?)", found.keys)
+            connection.executemany("INSERT INTO matching VALUES (?, ?)", chosen.keys)
             connection.execute("COMMIT")
-            self._matched = (wanted, found)
+            self._matched = (wanted, chosen)
         return self._matched[1]
 
     def _from(self, chosen: Matching | None) -> str:
@@ -321,33 +319,22 @@ class Listing:
             return "FROM matching JOIN episodes e USING (source, number) WHERE TRUE"
         return f"FROM episodes e WHERE e.source IN ({', '.join(map(str, self._stores))})"
 
-    def _listed(self, number: int, episodes: Sequence[int]) -> list[Row]:
-        query = f"SELECT source, {EPISODE} FROM episodes WHERE source = {number} AND number IN ({', '.join('?' * len(episodes))})"
-        return self._rows(f"{query} ORDER BY task_index, sample_index, number", tuple(episodes))
-
     def _rows(self, query: str, parameters: tuple[Any, ...]) -> list[Row]:
         """Run a query for `source` and `EPISODE`, with the details of its rows."""
-        found = self._index.connection.execute(query, parameters).fetchall()
-        wanted: dict[int, list[int]] = {}
-        for source, number, *_ in found:
-            wanted.setdefault(source, []).append(number)
-        again = False
-        for source, numbers in wanted.items():
-            undone = ", ".join(map(str, numbers))
-            missing = self._index.connection.execute(
-                f"SELECT number FROM episodes WHERE source = ? AND number IN ({undone}) AND status = 'done' AND NOT detailed",
-                (source,),
-            ).fetchall()
-            if missing:
-                self._index.detail(source, self._stores[source][1], [row[0] for row in missing])
-                again = True
-        if again:
-            found = self._index.connection.execute(query, parameters).fetchall()
+        rows = self._index.connection.execute(query, parameters).fetchall()
+        numbers: dict[int, list[int]] = {}
+        for source, number, *_ in rows:
+            numbers.setdefault(source, []).append(number)
+        missing = {source: self._index.missing_of(source, of_source) for source, of_source in numbers.items()}
+        for source, undone in missing.items():
+            self._index.detail(source, self._stores[source][1], undone)
+        if any(missing.values()):
+            rows = self._index.connection.execute(query, parameters).fetchall()
         fields = {
-            source: _task_fields(self._stores[source][1], {row[3] for row in found if row[0] == source})
-            for source in wanted
+            source: _task_fields(self._stores[source][1], {row[3] for row in rows if row[0] == source})
+            for source in numbers
         }
-        return [row_of(self._stores[source][0].key, row, fields[source][row[2]]) for source, *row in found]
+        return [row_of(self._stores[source][0].key, row, fields[source][row[2]]) for source, *row in rows]
 
 
 def _task_fields(store: RunReader, tasks: set[str]) -> dict[str, Any]:
