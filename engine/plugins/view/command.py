@@ -90,7 +90,7 @@ def _export(listing: Listing, file: Path, filter: str | None, text: str | None, 
     except ValueError as error:
         raise typer.BadParameter(f"--max-size: {error}") from None
     written = write_file(listing, file, filter or "", text or "", limit)
-    echo(f"{file}: {written.episodes} of {written.chosen} episodes, {written.bytes / 1e6:.1f} MB")
+    echo(f"{file}: {len(written.rows)} of {written.chosen} episodes, {file.stat().st_size / 1e6:.1f} MB")
     for line in written.left_out:
         echo(f"left out: {line}", err=True)
 

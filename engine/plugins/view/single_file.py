@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import html
-from dataclasses import dataclass, field
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,119 +27,172 @@ _ESCAPES = ((b"<", b"\\u003c"), (b"\xe2\x80\xa8", b"\\u2028"), (b"\xe2\x80\xa9",
 """Characters that would end the element that holds the data, or a line of a script, and their escapes in JSON."""
 
 
-@dataclass(slots=True)
-class Written:
-    """What a file holds."""
-
-    chosen: int
-    """Number of episodes that the filter chose."""
-    episodes: int = 0
-    """Number of episodes in the file."""
-    bytes: int = 0
-    """Size of the file."""
-    left_out: list[str] = field(default_factory=list)
-    """What is not in it, in words."""
-
-
-@dataclass(slots=True)
-class _Contents:
-    """The parts of the file, as JSON."""
-
-    room: int
-    """Bytes that are left."""
-    documents: dict[str, bytes] = field(default_factory=dict)
-    images: dict[str, bytes] = field(default_factory=dict)
-    rows: list[Row] = field(default_factory=list)
-
-    def add(self, row: Row, documents: dict[str, bytes], images: dict[str, bytes]) -> bool:
-        """Add the parts of an episode if all of them fit."""
-        new = {name: data for name, data in images.items() if name not in self.images}
-        size = sum(_size(name, data) for part in (documents, new) for name, data in part.items()) + _size(
-            "", _json(row.plain())
-        )
-        if size > self.room:
-            return False
-        self.rows.append(row)
-        self.room -= size
-        self.documents |= documents
-        self.images |= new
-        return True
-
-    def drop_last(self) -> str:
-        """Remove the newest episode, and return its name. Its images stay: others may show them."""
-        row = self.rows.pop()
-        for name in [each for each in self.documents if each.split("\n")[1:3] == [row.run, row.episode]]:
-            del self.documents[name]
-        return row.episode
-
-
-def write_file(listing: Listing, path: Path, filter: str, text: str, limit: int) -> Written:
-    """Write the episodes that a filter and a text choose to one HTML file.
+class SingleFile:
+    """The documents of chosen episodes, and the page that holds them.
 
     Args:
         listing: The episodes.
-        path: The file.
         filter: An expression in CEL; empty: every episode.
         text: Only episodes in which this was said; empty: every episode.
-        limit: Maximum size of the file in bytes. Episodes that do not fit are left out; a later and smaller one may fit.
+        limit: Maximum size of the file in bytes.
+    """
+
+    def __init__(self, listing: Listing, filter: str, text: str, limit: int) -> None:
+        self._all = Documents(listing)
+        self._filter, self._text, self._limit = filter, text, limit
+        self._room = limit - len(_page(b"", "")) - 4096
+        self._documents: dict[str, bytes] = {}
+        self._images: dict[str, bytes] = {}
+        self._too_large: list[str] = []
+        self._without_tokens: list[str] = []
+        self.rows: list[Row] = []
+        """The episodes in the file."""
+        self.chosen = 0
+        """Number of episodes that the filter chose."""
+        for run, episode in listing.keys(filter, text):
+            self.chosen += 1
+            self._add(listing.row(run, episode))
+
+    def _add(self, row: Row) -> None:
+        """Add an episode with its tokens, or without them, if it fits."""
+        document = self._all.episode(row.run, row.episode)
+        assert isinstance(document, dict)
+        branches = [str(branch["index"]) for branch in document["branches"]] if document["finished"] else ["-1"]
+        episode = {_key("episode", row.run, row.episode): _json(document)}
+        tokens = {
+            _key("tokens", row.run, row.episode, branch): _json(self._all.tokens(row.run, row.episode, branch))
+            for branch in branches
+        }
+        images = self._images_of(row.run, document)
+        if self._fit(row, episode | tokens, images):
+            return
+        left_out = self._without_tokens if self._fit(row, episode, images) else self._too_large
+        left_out.append(row.episode)
+
+    def _images_of(self, run: str, document: dict[str, Any]) -> dict[str, bytes]:
+        """The images of an episode as `data:` addresses, as JSON, by digest."""
+        shown = [message for turn in document["turns"] for message in turn["shown"] if isinstance(message, dict)]
+        parts = [part for message in (*document["messages"], *shown) for part in message["parts"]]
+        images: dict[str, bytes] = {}
+        for digest in dict.fromkeys(part["image"] for part in parts if part.get("image") is not None):
+            with suppress(EngineError):  # the page says that the image is not in the file
+                image = self._all.image(run, digest)
+                images[digest] = _json(f"data:{image.mime};base64,{base64.b64encode(image.data).decode()}")
+        return images
+
+    def _fit(self, row: Row, documents: dict[str, bytes], images: dict[str, bytes]) -> bool:
+        """Add the parts of an episode if there is room for all of them."""
+        new = {name: data for name, data in images.items() if name not in self._images}
+        size = sum(_size(name, data) for part in (documents, new) for name, data in part.items())
+        size += _size("", _json(row.plain()))
+        if size > self._room:
+            return False
+        self.rows.append(row)
+        self._room -= size
+        self._documents |= documents
+        self._images |= new
+        return True
+
+    def composed(self) -> bytes:
+        """Return the whole file. Its newest episodes are removed until it fits: the pictures of machines and the lists of samples are known
+        only now.
+
+        Raises:
+            StoreError: the pages alone are larger than the limit.
+        """
+        page = _page(self._data(), self._title())
+        while len(page) > self._limit and self.rows:
+            for _ in range(1 + (len(page) - self._limit) * len(self.rows) // len(page)):
+                row = self.rows.pop()  # its images stay: others may show them
+                for name in [key for key in self._documents if key.split("\n")[1:3] == [row.run, row.episode]]:
+                    del self._documents[name]
+                self._too_large.append(row.episode)
+            page = _page(self._data(), self._title())
+        if len(page) > self._limit:
+            raise StoreError(
+                f"the pages alone take {len(page) / 1e6:.2f} MB, and the maximum size is {self._limit / 1e6:g} MB; raise --max-size"
+            )
+        return page
+
+    @property
+    def left_out(self) -> list[str]:
+        """What is not in the file, in words."""
+        there = {row.episode for row in self.rows}
+        lists = {
+            "episodes": self._too_large,
+            "the tokens of episodes": [name for name in self._without_tokens if name in there],
+        }
+        return [
+            f"{what} that do not fit into {self._limit / 1e6:g} MB: {len(names)} of {self.chosen} "
+            f"({', '.join(names[:8])}{', …' if len(names) > 8 else ''}); raise --max-size"
+            for what, names in lists.items()
+            if names
+        ]
+
+    def _title(self) -> str:
+        runs = list(dict.fromkeys(row.run for row in self.rows))
+        return runs[0] if len(runs) == 1 else f"{len(runs)} runs"
+
+    def _shared(self) -> dict[str, bytes]:
+        """The machines and the groups of the episodes."""
+        shared: dict[str, bytes] = {}
+        for run in dict.fromkeys(row.run for row in self.rows):
+            shared[_key("machine", run)] = _json(self._all.machine(run))
+            there = {row.episode for row in self.rows if row.run == run}
+            for task in dict.fromkeys(row.task for row in self.rows if row.run == run):
+                group = self._all.group(run, task)
+                assert isinstance(group, dict)
+                samples = [sample for sample in group["samples"] if sample["episode"] in there]
+                group |= {"samples": samples, "left_out": group["left_out"] + len(group["samples"]) - len(samples)}
+                shared[_key("group", run, task)] = _json(group)
+        return shared
+
+    def _data(self) -> bytes:
+        """Return the data of the file as JSON, safe inside an element `script`."""
+        sources = self._all.sources()
+        assert isinstance(sources, dict)
+        runs = {row.run for row in self.rows}
+        sources |= {
+            "title": self._title(),
+            "sources": [source for source in sources["sources"] if source["key"] in runs],
+            "trainings": [],
+            "note": "; ".join(f"left out: {line}" for line in self.left_out) or None,
+        }
+        done = [row for row in self.rows if row.status == "done"]
+        chosen = [f"filter {self._filter}"] * bool(self._filter) + [f"text {self._text!r}"] * bool(self._text)
+        totals = {
+            "episodes": len(self.rows),
+            "done": len(done),
+            "solved": sum(bool(row.solved) for row in done),
+            "failed": sum(row.failure is not None for row in done),
+            "limited": sum(row.failure is None and row.limit is not None for row in done),
+            "reward": sum(row.reward or 0.0 for row in done) / len(done) if done else None,
+            "chosen": " and ".join(chosen),
+        }
+        documents = {_key("sources"): _json(sources), **self._shared(), **self._documents}
+        data = b'{"documents":{%s},"images":{%s},"rows":%s,"totals":%s}' % (
+            _members(documents),
+            _members(self._images),
+            _json([row.plain() for row in self.rows]),
+            _json(totals),
+        )
+        for character, escape in _ESCAPES:
+            data = data.replace(character, escape)
+        return data
+
+
+def write_file(listing: Listing, path: Path, filter: str, text: str, limit: int) -> SingleFile:
+    """Write the episodes that a filter and a text choose to one HTML file. Those that do not fit are left out; a later and smaller one
+    may fit. Arguments as those of `SingleFile`.
 
     Raises:
         StoreError: the filter is not valid, a store is damaged, or the file cannot be written.
     """
-    documents = Documents(listing)
-    keys = listing.keys(filter, text)
-    shell = len(_page(b"", ""))
-    contents = _Contents(limit - shell - 4096)
-    written = Written(chosen=len(keys))
-    too_large: list[str] = []
-    without_tokens: list[str] = []
-    for run, episode in keys:
-        row = listing.row(run, episode)
-        own, images = _episode(documents, run, episode)
-        if contents.add(row, own | _tokens(documents, run, episode), images):
-            continue
-        if contents.add(row, own, images):
-            without_tokens.append(episode)
-        else:
-            too_large.append(episode)
-    page = _composed(documents, contents, filter, text, written, too_large, without_tokens, limit)
-    while len(page) > limit and contents.rows:  # the pictures of machines and the lists of samples are known only now
-        for _ in range(1 + (len(page) - limit) * len(contents.rows) // len(page)):
-            too_large.append(contents.drop_last())
-        page = _composed(documents, contents, filter, text, written, too_large, without_tokens, limit)
-    if len(page) > limit:
-        raise StoreError(
-            f"the pages alone take {len(page) / 1e6:.2f} MB, and the maximum size is {limit / 1e6:g} MB; raise --max-size"
-        )
+    file = SingleFile(listing, filter, text, limit)
+    page = file.composed()
     with whole_file(path) as draft:
         draft.write_bytes(page)
-    written.episodes, written.bytes = len(contents.rows), len(page)
-    return written
-
-
-def _composed(
-    documents: Documents,
-    contents: _Contents,
-    filter: str,
-    text: str,
-    written: Written,
-    too_large: list[str],
-    without_tokens: list[str],
-    limit: int,
-) -> bytes:
-    """Return the whole file, and say in `written` what is left out."""
-    kept = {row.episode for row in contents.rows}
-    written.left_out = [
-        f"{what} that do not fit into {limit / 1e6:g} MB: {len(names)} of {written.chosen} "
-        f"({', '.join(names[:8])}{', …' if len(names) > 8 else ''}); raise --max-size"
-        for what, names in (
-            ("episodes", too_large),
-            ("the tokens of episodes", [each for each in without_tokens if each in kept]),
-        )
-        if names
-    ]
-    shared = _shared(documents, contents)
-    return _page(_data(documents, contents, shared, filter, text, written), _title(contents))
+    return file
 
 
 def _size(name: str, data: bytes) -> int:
@@ -156,91 +209,9 @@ def _json(value: Any) -> bytes:
     return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
-def _episode(documents: Documents, run: str, episode: str) -> tuple[dict[str, bytes], dict[str, bytes]]:
-    """Return an episode's document and its images as `data:` addresses, as JSON."""
-    document = documents.episode(run, episode)
-    assert isinstance(document, dict)
-    shown = [each for turn in document["turns"] for each in turn["shown"] if isinstance(each, dict)]
-    images: dict[str, bytes] = {}
-    for message in (*document["messages"], *shown):
-        for part in message["parts"]:
-            digest = part.get("image")
-            if digest is None or digest in images:
-                continue
-            try:
-                found = documents.image(run, digest)
-            except EngineError:
-                continue  # the page says that the image is not in the file
-            images[digest] = _json(f"data:{found.mime};base64,{base64.b64encode(found.data).decode()}")
-    return {_key("episode", run, episode): _json(document)}, images
-
-
-def _tokens(documents: Documents, run: str, episode: str) -> dict[str, bytes]:
-    document = documents.episode(run, episode)
-    assert isinstance(document, dict)
-    branches = [str(each["index"]) for each in document["branches"]] if document["finished"] else ["-1"]
-    return {_key("tokens", run, episode, branch): _json(documents.tokens(run, episode, branch)) for branch in branches}
-
-
-def _shared(documents: Documents, contents: _Contents) -> dict[str, bytes]:
-    """Return the machines and the groups of the episodes."""
-    found: dict[str, bytes] = {}
-    for run in dict.fromkeys(row.run for row in contents.rows):
-        found[_key("machine", run)] = _json(documents.machine(run))
-        kept = {row.episode for row in contents.rows if row.run == run}
-        for task in dict.fromkeys(row.task for row in contents.rows if row.run == run):
-            group = documents.group(run, task)
-            assert isinstance(group, dict)
-            samples = [each for each in group["samples"] if each["episode"] in kept]
-            group |= {"samples": samples, "left_out": group["left_out"] + len(group["samples"]) - len(samples)}
-            found[_key("group", run, task)] = _json(group)
-    return found
-
-
-def _title(contents: _Contents) -> str:
-    runs = list(dict.fromkeys(row.run for row in contents.rows))
-    return runs[0] if len(runs) == 1 else f"{len(runs)} runs"
-
-
-def _data(
-    documents: Documents, contents: _Contents, shared: dict[str, bytes], filter: str, text: str, written: Written
-) -> bytes:
-    """Return the data of the file as JSON, safe inside an element `script`."""
-    sources = documents.sources()
-    assert isinstance(sources, dict)
-    runs = {row.run for row in contents.rows}
-    sources |= {
-        "title": _title(contents),
-        "sources": [each for each in sources["sources"] if each["key"] in runs],
-        "trainings": [],
-        "note": "; ".join(f"left out: {line}" for line in written.left_out) or None,
-    }
-    rows = contents.rows
-    done = [row for row in rows if row.status == "done"]
-    chosen = " and ".join([*([f"filter {filter}"] if filter else []), *([f"text {text!r}"] if text else [])])
-    totals = {
-        "episodes": len(rows),
-        "done": len(done),
-        "solved": sum(bool(row.solved) for row in done),
-        "failed": sum(row.failure is not None for row in done),
-        "limited": sum(row.failure is None and row.limit is not None for row in done),
-        "reward": sum(row.reward or 0.0 for row in done) / len(done) if done else None,
-        "chosen": chosen,
-    }
-    parts = [
-        _json(key) + b":" + value
-        for key, value in ((_key("sources"), _json(sources)), *shared.items(), *contents.documents.items())
-    ]
-    pictures = [_json(key) + b":" + value for key, value in contents.images.items()]
-    whole = b'{"documents":{%s},"images":{%s},"rows":%s,"totals":%s}' % (
-        b",".join(parts),
-        b",".join(pictures),
-        _json([row.plain() for row in rows]),
-        _json(totals),
-    )
-    for character, escape in _ESCAPES:
-        whole = whole.replace(character, escape)
-    return whole
+def _members(parts: dict[str, bytes]) -> bytes:
+    """The members of a JSON object."""
+    return b",".join(_json(key) + b":" + value for key, value in parts.items())
 
 
 def _page(data: bytes, title: str) -> bytes:
