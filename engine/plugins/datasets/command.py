@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from engine.cli.exits import USAGE, errors_exit
 from engine.cli.export import ExportFormat
 from engine.terminal import echo
 
@@ -119,7 +120,6 @@ def export_dataset(form: str, run: str, runs: Path, out: Path | None, options: M
     """
     from engine.cli.console import make_console
     from engine.cli.run_report import dropped_words
-    from engine.errors import EngineError
     from engine.plugins.datasets.contents import TABLES, ExportedRun
     from engine.plugins.datasets.tables import image_bytes, image_paths, write_table
     from engine.store.find import find_run
@@ -132,58 +132,47 @@ def export_dataset(form: str, run: str, runs: Path, out: Path | None, options: M
         raise typer.Exit(2)
     content, push = options["--content"] or next(iter(tables)), options["--push"]
     console = make_console(soft_wrap=True)
-    try:
-        with RunStore.open(find_run(run, runs), readonly=True) as store:
-            if push is not None:
-                from engine.plugins.datasets.hub import check_push
+    with errors_exit(USAGE), RunStore.open(find_run(run, runs), readonly=True) as store:
+        if push is not None:
+            from engine.plugins.datasets.hub import check_push
 
-                check_push(push)
-            template = load_format(store.header.model, store.header.base)
-            source = ExportedRun(
-                store, template, _selection(store, options), options["--score"], options["--ground-truth"]
-            )
-            path = out or store.default_file(f"{form}_{content}.parquet")
-            folder = path.with_name(f"{path.stem}_images")
-            image = image_paths(store, folder) if options["--images"] == "paths" else image_bytes(store)
-            metadata = {"episode_engine.run_id": store.run_id, "episode_engine.version": store.header.engine_version}
-            count = write_table(tables[content](source), path, metadata, image=image)
-            console.print(f"{count} rows: {path}")
-            for line in source.summary():
-                console.print(line)
-            if dropped := dropped_words(store):
-                console.print(dropped, style="yellow")
-            if push is not None:
-                from engine.plugins.datasets.hub import push_file
+            check_push(push)
+        template = load_format(store.header.model, store.header.base)
+        source = ExportedRun(store, template, _selection(store, options), options["--score"], options["--ground-truth"])
+        path = out or store.default_file(f"{form}_{content}.parquet")
+        folder = path.with_name(f"{path.stem}_images")
+        image = image_paths(store, folder) if options["--images"] == "paths" else image_bytes(store)
+        metadata = {"episode_engine.run_id": store.run_id, "episode_engine.version": store.header.engine_version}
+        count = write_table(tables[content](source), path, metadata, image=image)
+        console.print(f"{count} rows: {path}")
+        for line in source.summary():
+            console.print(line)
+        if dropped := dropped_words(store):
+            console.print(dropped, style="yellow")
+        if push is not None:
+            from engine.plugins.datasets.hub import push_file
 
-                public = bool(options["--public"])
-                url = push_file(path, push, rows=count, public=public, run_id=store.run_id, content=content)
-                console.print(f"pushed: {url}")
-    except EngineError as error:
-        echo(str(error), err=True)
-        raise typer.Exit(2) from None
+            public = bool(options["--public"])
+            url = push_file(path, push, rows=count, public=public, run_id=store.run_id, content=content)
+            console.print(f"pushed: {url}")
 
 
 def export_sft(run: str, runs: Path, out: Path | None, options: Mapping[str, Any]) -> None:
     """Write rows for supervised fine-tuning: one per branch, with ids, masks by turn and the messages that the model was shown."""
     from engine.cli.console import make_console
     from engine.cli.run_report import dropped_words
-    from engine.errors import EngineError
     from engine.plugins.datasets.sft_rows import sft_rows
     from engine.store.find import find_run
     from engine.store.loader import vision_of, with_image_files
     from engine.store.rows.export import write_jsonl
     from engine.store.store import RunStore
 
-    try:
-        with RunStore.open(find_run(run, runs), readonly=True) as store:
-            path = out or store.default_file("sft.jsonl")
-            selection = _selection(store, options)
-            columns = (row.columns() for row in sft_rows(store, selection, score=options["--score"]))
-            count = write_jsonl(with_image_files(columns, path, partial(vision_of, store)), path)
-            dropped = dropped_words(store)
-    except EngineError as error:
-        echo(str(error), err=True)
-        raise typer.Exit(2) from None
+    with errors_exit(USAGE), RunStore.open(find_run(run, runs), readonly=True) as store:
+        path = out or store.default_file("sft.jsonl")
+        selection = _selection(store, options)
+        columns = (row.columns() for row in sft_rows(store, selection, score=options["--score"]))
+        count = write_jsonl(with_image_files(columns, path, partial(vision_of, store)), path)
+        dropped = dropped_words(store)
     console = make_console(soft_wrap=True)
     console.print(f"{count} rows of {selection.episodes} episodes: {path}")
     for line in selection.summary():

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from engine import plugin
+from engine.cli.exits import ERROR, errors_exit
 from engine.cli.options import Overrides, Spec, one_of
 from engine.terminal import echo
 
@@ -32,26 +33,19 @@ def graph(
     Transitions that all states share are drawn once, from a box called "any state".
     """
     from engine.actions.facts import events_of
-    from engine.errors import EngineError
     from engine.machine.machine import resolved_machine
     from engine.plugins.pictures.graph import mermaid
     from engine.spec.load import load_spec
 
-    try:
+    with errors_exit(ERROR):
         loaded = load_spec(spec, list(overrides or ()))
         machine = resolved_machine(loaded.spec)
         counts = _counts(run, Path(loaded.spec.rollout.out)) if run is not None else None
-    except EngineError as error:
-        echo(str(error), err=True)
-        raise typer.Exit(1) from None
     if format is None:
         format = "mermaid" if out is None else _format_of(out)
     draw = mermaid if format == "mermaid" else plugin.load(plugin.entries("graph_formats")[format])
-    try:
+    with errors_exit(ERROR):
         text = draw(machine, counts, events_of(machine))
-    except EngineError as error:
-        echo(str(error), err=True)
-        raise typer.Exit(1) from None
     if out is None:
         echo(text, nl=False)
         return

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from engine.cli.exits import ERROR, wrong_usage
-from engine.terminal import echo
+from engine.cli.exits import ERROR, errors_exit, wrong_usage
 
 if TYPE_CHECKING:
     from engine.plugins.plan.plan import MemoryPlan
@@ -83,14 +82,13 @@ def _print_plan(
 ) -> None:
     """Print the plan of a spec. What is None is that of `train.plan`."""
     from engine.cli.console import make_console
-    from engine.errors import EngineError
     from engine.plugins.plan.plan import plan_memory, size_of
     from engine.plugins.plan.spec import PlanSpec
     from engine.spec.load import load_spec
     from engine.train.setup import train_spec_of
     from engine.validate.train import FLOAT32_ON_GPU
 
-    try:
+    with errors_exit(ERROR):
         loaded = load_spec(spec, overrides)
         train = train_spec_of(loaded)
         if (machine := PlanSpec.section_of(train)) is not None:
@@ -99,9 +97,6 @@ def _print_plan(
             size = size or (None if machine.image_size is None else size_of(machine.image_size))
         gpu = most is not None and train.device != "cpu"
         planned = plan_memory(loaded, processes=processes or 1, gpu=gpu, images=images, image_size=size)
-    except EngineError as error:
-        echo(str(error), err=True)
-        raise typer.Exit(ERROR) from None
     console = make_console(soft_wrap=True)
     for line in plan_lines(planned, gpu=gpu):
         console.print(line)

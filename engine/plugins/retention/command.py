@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from engine.cli.exits import wrong_usage
+from engine.cli.exits import USAGE, errors_exit, wrong_usage
 from engine.cli.options import Json, RunsFolder, only_looks
 from engine.terminal import echo, echo_json
 
@@ -40,20 +40,14 @@ def compact(
     What stays is `rollout.keep` of the training's spec, with the options given here in its place. Nothing that a resume of the
     training needs is dropped, and outcome, reward and counts of each episode stay. The training must not be running.
     """
-    from engine.errors import EngineError
-    from engine.logs import configure_logging
     from engine.plugins.retention.keep import compact_training
     from engine.store.training import find_training, read_header
 
-    configure_logging()
-    try:
+    with errors_exit(USAGE):
         folder = find_training(run, out)
         spec = read_header(folder).loaded_spec().spec
         keep = _keep(spec, {"steps": steps, "failures": failures, "sample": sample, "trained": trained})
         plan, compacted = compact_training(folder, spec, keep, dry_run=dry_run)
-    except EngineError as error:
-        echo(str(error), err=True)
-        raise typer.Exit(2) from None
     if json:
         echo_json(_document(folder, keep, plan, compacted, dry_run=dry_run))
     else:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from engine.cli.exits import ERROR, FAILED, wrong_usage
+from engine.cli.exits import ERROR, FAILED, errors_exit, wrong_usage
 from engine.cli.options import Limit, Out, Overrides, Quiet, Resume, SpecPath
 from engine.terminal import echo
 
@@ -61,8 +61,6 @@ def serve(
     """
     from engine.cli.console import make_console
     from engine.cli.run import prepare
-    from engine.errors import EngineError
-    from engine.logs import configure_logging
     from engine.plugins.serve.options import TOKEN, ServeOptions
 
     if api and (trainer, token_file, ahead) != (None, None, None):
@@ -70,14 +68,10 @@ def serve(
     token = os.environ.get(TOKEN, "") if token_file is None else _read_token(token_file)
     if not token and host not in LOOPBACK:
         wrong_usage(f"--host {host} is reachable from other machines: set {TOKEN} to a secret token")
-    configure_logging()
     console = make_console()
-    try:
+    with errors_exit(ERROR):
         loaded, tasks, store = prepare(console, spec, list(overrides or ()), limit, out, resume)
         _refuse(loaded, store, trainer, api=api, resumed=resume is not None)
-    except EngineError as error:
-        echo(str(error), err=True)
-        raise typer.Exit(ERROR) from None
     options = ServeOptions(
         host=host,
         port=port,
