@@ -108,10 +108,10 @@ def audit(
 
 def _count(report: Report, row: Examined) -> None:
     """Add a row's tokens and replies to the report."""
-    if not row.row.has_ids:
+    if not row.foreign.has_ids:
         return
     report.tokens += len(row.ids)
-    report.trained += int(np.count_nonzero(row.row.mask))
+    report.trained += int(np.count_nonzero(row.foreign.mask))
     template = row.marks.template
     for reply in row.replies:
         ids = row.response[reply.start : reply.end - reply.stopped]

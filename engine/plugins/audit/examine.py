@@ -193,6 +193,8 @@ class Reply(NamedTuple):
     """The end of the trained run."""
     stopped: bool
     """Whether it ends with a stop token."""
+    ids: tuple[int, ...]
+    """Its tokens."""
 
 
 class Sampled:
@@ -237,24 +239,24 @@ class Examined:
 
     Args:
         index: Number of the row over all files, from 0.
-        row: The row.
+        foreign: The row.
         marks: What the template writes.
     """
 
-    def __init__(self, index: int, row: ForeignRow, marks: TemplateMarks) -> None:
+    def __init__(self, index: int, foreign: ForeignRow, marks: TemplateMarks) -> None:
         self.index = index
-        self.row = row
+        self.foreign = foreign
         self.marks = marks
 
     @cached_property
     def ids(self) -> Vector:
         """int32 [tokens]: prompt and response."""
-        return self.row.ids
+        return self.foreign.ids
 
     @cached_property
     def start(self) -> int:
         """Where the response begins."""
-        return 0 if self.row.prompt_ids is None else len(self.row.prompt_ids)
+        return 0 if self.foreign.prompt_ids is None else len(self.foreign.prompt_ids)
 
     @property
     def response(self) -> Vector:
@@ -264,52 +266,48 @@ class Examined:
     @cached_property
     def runs(self) -> list[tuple[int, int]]:
         """The trained runs [start, end) of the response."""
-        return runs_of(self.row.mask)
+        return runs_of(self.foreign.mask)
 
     @cached_property
     def replies(self) -> list[Reply]:
         """The replies in the trained runs. After a stop token, a reply begins only behind a generation prompt."""
-        found = []
-        generation = np.asarray(self.marks.generation, np.int32)
+        replies = []
+        response, generation = self.response.tolist(), self.marks.generation
+        size = len(generation)
         for start, end in self.runs:
-            at = start
-            while at < end:
+            at: int | None = start
+            while at is not None and at < end:
                 stop = next(
-                    (place for place in range(at, end) if int(self.response[place]) in self.marks.template.stop_set),
-                    None,
+                    (place for place in range(at, end) if response[place] in self.marks.template.stop_set), None
                 )
-                if stop is None:
-                    found.append(Reply(at, end, end, False))
-                    break
-                found.append(Reply(at, stop + 1, end, True))
-                opened = _find(self.response, generation, stop + 1, end)
-                if opened is None:
-                    break
-                at = opened + len(generation)
-        return found
+                until = end if stop is None else stop + 1
+                replies.append(Reply(at, until, end, stop is not None, tuple(response[at:until])))
+                openings = range(until, end - size + 1) if stop is not None and size else ()
+                at = next((place + size for place in openings if response[place : place + size] == generation), None)
+        return replies
 
     @cached_property
     def messages(self) -> list[Message] | None:
         """The messages that the file gives for the prompt; None where it gives none that can be read."""
-        if not self.row.messages:
+        if not self.foreign.messages:
             return None
         try:
-            return conversation_of({"messages": self.row.messages}, PromptField(field="messages"))
+            return conversation_of({"messages": self.foreign.messages}, PromptField(field="messages"))
         except (RowError, EngineError, ValueError):
             return None
 
     @cached_property
     def prompts(self) -> list[Vector]:
         """The ids, each int32 [tokens], that the first reply may have been sampled from: the prompt, and the prompt with the masked tokens before the first trained one."""
-        assert self.row.prompt_ids is not None
+        assert self.foreign.prompt_ids is not None
         first = self.runs[0][0] if self.runs else 0
         whole = [self.ids[: self.start + first]] if first else []
-        return [self.row.prompt_ids, *whole]
+        return [self.foreign.prompt_ids, *whole]
 
     @cached_property
     def read_prompt(self) -> list[Message] | None:
         """The messages that the prompt's ids spell, if they render to exactly these ids."""
-        if self.row.prompt_ids is None:
+        if self.foreign.prompt_ids is None:
             return None
         return next((found for ids in self.prompts if (found := self.marks.messages(ids)) is not None), None)
 
@@ -323,14 +321,16 @@ class Examined:
     @cached_property
     def shown_messages(self) -> list[Message]:
         """The prompt as messages, for looking at it: exact where they can be, else the decoded text as one message of a user."""
-        if self.row.prompt_ids is None:
+        if self.foreign.prompt_ids is None:
             if self.messages is not None:
                 return self.messages
-            return [Message(role="user", content=self.row.prompt_text or "")]
-        if self.messages is not None and (self.row.images or self.marks.renders(self.messages, self.row.prompt_ids)):
+            return [Message(role="user", content=self.foreign.prompt_text or "")]
+        if self.messages is not None and (
+            self.foreign.images or self.marks.renders(self.messages, self.foreign.prompt_ids)
+        ):
             return self.messages
-        likely = self.read_prompt or self.messages or self.marks.likely(self.row.prompt_ids)
-        return likely or [Message(role="user", content=self.marks.template.decode(self.row.prompt_ids))]
+        likely = self.read_prompt or self.messages or self.marks.likely(self.foreign.prompt_ids)
+        return likely or [Message(role="user", content=self.marks.template.decode(self.foreign.prompt_ids))]
 
     def text(self, start: int, end: int) -> str:
         """Tokens [start, end) of the response as text."""
@@ -348,7 +348,9 @@ class Examined:
         at = None if token is None else token + (self.start if response else 0)
         if at is not None and at >= len(self.ids):  # something is missing at the row's end
             at = len(self.ids) - 1 if len(self.ids) else None
-        return RowFinding(rule=rule, severity=severity, row=self.index, place=self.row.place, token=at, message=message)
+        return RowFinding(
+            rule=rule, severity=severity, row=self.index, place=self.foreign.place, token=at, message=message
+        )
 
     def observations(self, end: int, until: int, *, stopped: bool) -> list[Message] | None:
         """The messages in tokens [end, until) of the response, between two replies."""
@@ -360,13 +362,3 @@ def first_difference(one: Sequence[int] | Vector, other: Sequence[int] | Vector)
     size = min(len(one), len(other))
     different = np.flatnonzero(np.asarray(one[:size]) != np.asarray(other[:size]))
     return int(different[0]) if len(different) else size
-
-
-def _find(ids: Vector, part: Vector, start: int, end: int) -> int | None:
-    """The first place of `part` in ids [start, end)."""
-    if not len(part):
-        return None
-    for at in range(start, end - len(part) + 1):
-        if np.array_equal(ids[at : at + len(part)], part):
-            return at
-    return None

@@ -67,14 +67,16 @@ def records_of(row: Examined, rules: list[str]) -> deque[Record]:
         row: The row.
         rules: The rules that have findings in it.
     """
-    own = row.row
-    records: deque[Record] = deque([ResetRecord(reset=Reset(messages=row.shown_messages, facts=_facts(own, rules)))])
-    if not own.has_ids:
-        text = own.response_text or ""
+    foreign = row.foreign
+    records: deque[Record] = deque(
+        [ResetRecord(reset=Reset(messages=row.shown_messages, facts=_facts(foreign, rules)))]
+    )
+    if not foreign.has_ids:
+        text = foreign.response_text or ""
         reply = Generation(
             output_ids=_EMPTY,
             logprobs=np.empty(0, np.float32),
-            finish=FinishReason(type=own.finish or "stop"),
+            finish=FinishReason(type=foreign.finish or "stop"),
             text=text,
         )
         records += [GenerationRecord(generation=reply), StepRecord(step=Step(event="done"))]
@@ -92,12 +94,14 @@ def records_of(row: Examined, rules: list[str]) -> deque[Record]:
 
 
 def _generation(row: Examined, start: int, end: int, last: bool) -> Generation:
-    own = row.row
+    foreign = row.foreign
     ids = row.response[start:end]
-    logprobs = np.zeros(len(ids), np.float32) if own.logprobs is None else np.nan_to_num(own.logprobs[start:end])
+    logprobs = (
+        np.zeros(len(ids), np.float32) if foreign.logprobs is None else np.nan_to_num(foreign.logprobs[start:end])
+    )
     stopped = int(ids[-1]) in row.marks.template.stop_set
-    cut = last and not stopped and own.finish in ("length", "abort")
-    versions = _versions_of(own)[start:end]
+    cut = last and not stopped and foreign.finish in ("length", "abort")
+    versions = _versions_of(foreign)[start:end]
     return Generation(
         output_ids=np.ascontiguousarray(ids),
         logprobs=np.ascontiguousarray(logprobs, np.float32),
@@ -142,17 +146,17 @@ def _answer(row: Examined, end: int, until: int) -> list[Message]:
 
 def _rewards(row: Examined) -> list[RewardEvent]:
     """The row's rewards by turn. A reward on a token belongs to the newest turn that has begun there."""
-    own = row.row
-    turns = len(row.runs) if own.has_ids else 1
+    foreign = row.foreign
+    turns = len(row.runs) if foreign.has_ids else 1
     if not turns:
         return []
     amounts = np.zeros(turns)
-    if own.token_rewards is not None and own.has_ids:
+    if foreign.token_rewards is not None and foreign.has_ids:
         starts = np.array([start for start, _ in row.runs])
-        for at in np.flatnonzero(np.nan_to_num(own.token_rewards)):
-            amounts[max(int(np.searchsorted(starts, at, side="right")) - 1, 0)] += own.token_rewards[at]
-    elif own.reward is not None:
-        amounts[-1] = own.reward
+        for at in np.flatnonzero(np.nan_to_num(foreign.token_rewards)):
+            amounts[max(int(np.searchsorted(starts, at, side="right")) - 1, 0)] += foreign.token_rewards[at]
+    elif foreign.reward is not None:
+        amounts[-1] = foreign.reward
     return [
         RewardEvent(turn=turn, value=float(amount), source="row", cause="the row's reward")
         for turn, amount in enumerate(amounts)
@@ -205,7 +209,7 @@ def _plain(value: Any, depth: int) -> Any:
 
 def branch_of(row: Examined) -> Branch:
     """The row as a branch: its ids, loss mask, log-probs and versions as they are."""
-    own, size = row.row, len(row.ids)
+    foreign, size = row.foreign, len(row.ids)
     spans = [Span(kind="prompt", start=0, end=row.start)] if row.start else []
     at = 0
     for turn, (start, end) in enumerate(row.runs):
@@ -222,10 +226,10 @@ def branch_of(row: Examined) -> Branch:
             mask[span.start : span.end] = 1
             turns[span.start : span.end] = span.turn
     logprobs = np.zeros(size, np.float32)
-    if own.logprobs is not None:
-        logprobs[row.start :] = np.where(mask[row.start :] != 0, own.logprobs, 0.0)
+    if foreign.logprobs is not None:
+        logprobs[row.start :] = np.where(mask[row.start :] != 0, foreign.logprobs, 0.0)
     versions = np.full(size, -1, np.int32)
-    versions[row.start :] = np.where(mask[row.start :] != 0, _versions_of(own), -1)
+    versions[row.start :] = np.where(mask[row.start :] != 0, _versions_of(foreign), -1)
     return Branch(
         index=0,
         spans=spans,
@@ -239,11 +243,11 @@ def branch_of(row: Examined) -> Branch:
 
 def with_own_tokens(trajectory: Trajectory, row: Examined) -> Trajectory:
     """A trajectory with the row's own tokens. It is trainable only if ids and log-probs are known and the row is not left out."""
-    own = row.row
-    known = own.has_ids and own.logprobs is not None and bool(np.all(np.isfinite(own.logprobs)))
-    trainable = trajectory.outcome.trainable and known and not own.excluded and bool(row.runs)
+    foreign = row.foreign
+    known = foreign.has_ids and foreign.logprobs is not None and bool(np.all(np.isfinite(foreign.logprobs)))
+    trainable = trajectory.outcome.trainable and known and not foreign.excluded and bool(row.runs)
     trajectory = replace(trajectory, outcome=replace(trajectory.outcome, trainable=trainable))
-    if not own.has_ids:
+    if not foreign.has_ids:
         return trajectory
     branch = branch_of(row)
     if len(trajectory.branches) == 1:
@@ -356,12 +360,12 @@ def _tasks(rows: Sequence[Examined]) -> list[Task]:
     found: dict[str, Task] = {}
     tasks = []
     for row in rows:
-        key = f"group {row.row.group}" if row.row.group else f"row {row.index}"
+        key = f"group {row.foreign.group}" if row.foreign.group else f"row {row.index}"
         if key not in found:
-            own = row.row.group or f"row-{row.index}"
-            id_ = own if _PLAIN_ID.fullmatch(own) else f"group-{len(found)}"
-            label = None if row.row.label is None else str(row.row.label)[:1000]
-            fields = {"id": id_, "group": row.row.group[:1000], "label": label}
+            foreign = row.foreign.group or f"row-{row.index}"
+            id_ = foreign if _PLAIN_ID.fullmatch(foreign) else f"group-{len(found)}"
+            label = None if row.foreign.label is None else str(row.foreign.label)[:1000]
+            fields = {"id": id_, "group": row.foreign.group[:1000], "label": label}
             found[key] = Task(id=id_, index=len(found), fields=stored_fields(fields))
         tasks.append(found[key])
     return tasks
@@ -387,5 +391,5 @@ async def _write(
         await journal.append(entry, encode_record(record))
         if dest in compiled.ends:
             break
-    trajectory = with_own_tokens(episode.trajectory(store.header.run_id, exact=row.row.has_ids), row)
+    trajectory = with_own_tokens(episode.trajectory(store.header.run_id, exact=row.foreign.has_ids), row)
     await journal.finish(lambda: trajectory)

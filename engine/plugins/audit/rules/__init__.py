@@ -28,19 +28,19 @@ class Rule:
 
 
 def _no_ids(row: Examined) -> str | None:
-    return None if row.row.has_ids else "the row holds only texts"
+    return None if row.foreign.has_ids else "the row holds only texts"
 
 
 def _no_plain_ids(row: Examined) -> str | None:
-    return _no_ids(row) or ("the row has images" if row.row.images else None)
+    return _no_ids(row) or ("the row has images" if row.foreign.images else None)
 
 
 def _no_reward(row: Examined) -> str | None:
-    return None if row.row.reward is not None or row.row.turn_rewards else "the row has no reward"
+    return None if row.foreign.reward is not None or row.foreign.turn_rewards else "the row has no reward"
 
 
 def _no_group(row: Examined) -> str | None:
-    return None if row.row.group else "the row names no group"
+    return None if row.foreign.group else "the row names no group"
 
 
 RULES: tuple[Rule, ...] = (

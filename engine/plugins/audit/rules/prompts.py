@@ -17,7 +17,7 @@ from engine.tokens.conversation import Conversation
 def prompt_not_template(rows: Sequence[Examined], known: Evidence) -> Iterator[RowFinding]:
     """Prompts that are not what the chat template renders: the first one, and what stands between two replies."""
     for row in rows:
-        assert row.row.prompt_ids is not None
+        assert row.foreign.prompt_ids is not None
         if not row.prompt_is_rendered:
             at, what = _prompt_difference(row)
             yield row.finding("prompt_not_template", "warning", what, at, response=False)
@@ -27,15 +27,15 @@ def prompt_not_template(rows: Sequence[Examined], known: Evidence) -> Iterator[R
 
 def _prompt_difference(row: Examined) -> tuple[int | None, str]:
     """The first token at which a prompt differs from what the template renders, and the words."""
-    assert row.row.prompt_ids is not None
-    messages = row.messages or row.marks.likely(row.row.prompt_ids)
+    assert row.foreign.prompt_ids is not None
+    messages = row.messages or row.marks.likely(row.foreign.prompt_ids)
     if messages is None:
         return 0, "the prompt has no form that the chat template writes for any messages"
     try:
         rendered = row.marks.template.render(messages)
     except EngineError as error:
         return None, f"the chat template refuses the prompt's messages: {error}"
-    ids = row.row.prompt_ids.tolist()
+    ids = row.foreign.prompt_ids.tolist()
     at = first_difference(ids, rendered)
     decode = row.marks.template.decode
     here, there = decode(ids[at : at + 8]), decode(rendered[at : at + 8])

@@ -16,35 +16,29 @@ def retokenized(rows: Sequence[Examined], known: Evidence) -> Iterator[RowFindin
     Proofs: the sampler's record has a reply of the same text and other ids; or a later row of an episode has the same text as an earlier one and
     other ids where that one was sampled.
     """
-    for row in rows if known.sampled is not None else ():
-        assert known.sampled is not None
-        for reply in row.replies:
-            ids = tuple(row.response[reply.start : reply.end].tolist())
-            others = known.sampled.by_text.get(row.text(reply.start, reply.end))
-            if ids not in known.sampled.replies and others:
-                sampled = min(others)
-                at = first_difference(ids, sampled)
-                yield row.finding(
-                    "retokenized",
-                    "error",
-                    f"the sampler gave other ids for the same text: {list(sampled[at : at + 4])} there, {list(ids[at : at + 4])} here "
-                    f"({row.quoted(reply.start, reply.end)})",
-                    reply.start + at,
-                )
     episodes: dict[tuple[str, str], list[Examined]] = defaultdict(list)
     for row in rows:
-        if row.row.trajectory:
-            episodes[row.row.group, row.row.trajectory].append(row)
-    for each in episodes.values():
-        for earlier, later in pairwise(each):
+        if row.foreign.trajectory:
+            episodes[row.foreign.group, row.foreign.trajectory].append(row)
+        for reply in row.replies if known.sampled is not None else ():
+            assert known.sampled is not None
+            others = known.sampled.by_text.get(row.text(reply.start, reply.end))
+            if reply.ids not in known.sampled.replies and others:
+                sampled = min(others)
+                at = first_difference(reply.ids, sampled)
+                there, here = list(sampled[at : at + 4]), list(reply.ids[at : at + 4])
+                message = f"the sampler gave other ids for the same text: {there} there, {here} here "
+                message += f"({row.quoted(reply.start, reply.end)})"
+                yield row.finding("retokenized", "error", message, reply.start + at)
+    for rows_of_episode in episodes.values():
+        for earlier, later in pairwise(rows_of_episode):
             yield from _rewritten(earlier, later)
 
 
 def _rewritten(earlier: Examined, later: Examined) -> Iterator[RowFinding]:
     """A later row of an episode that spells an earlier one with other ids."""
     template = earlier.marks.template
-    whole = template.decode(earlier.ids)
-    if len(later.ids) <= 1 or not template.decode(later.ids).startswith(whole):
+    if len(later.ids) <= 1 or not template.decode(later.ids).startswith(template.decode(earlier.ids)):
         return
     at = first_difference(earlier.ids.tolist(), later.ids.tolist())
     if at >= len(earlier.ids):
@@ -54,7 +48,7 @@ def _rewritten(earlier: Examined, later: Examined) -> Iterator[RowFinding]:
         yield later.finding(
             "retokenized",
             "error",
-            f"{earlier.row.place} has the same text with other ids, and sampled them: {earlier.ids[at : at + 4].tolist()} there, "
+            f"{earlier.foreign.place} has the same text with other ids, and sampled them: {earlier.ids[at : at + 4].tolist()} there, "
             f"{later.ids[at : at + 4].tolist()} here",
             at,
             response=False,
@@ -66,44 +60,27 @@ def observation_trained(rows: Sequence[Examined], known: Evidence) -> Iterator[R
     for row in rows:
         for _, beyond, until in _after_stops(row):
             if beyond < until:
-                said = row.quoted(beyond, until)
-                yield row.finding(
-                    "observation_trained",
-                    "error",
-                    f"trained after the stop token of a reply, where sampling had ended: {said}",
-                    beyond,
-                )
+                message = "trained after the stop token of a reply, where sampling had ended: "
+                yield row.finding("observation_trained", "error", message + row.quoted(beyond, until), beyond)
         if known.sampled is not None:
-            yield from _never_sampled(row, known.sampled)
-            yield from _not_recorded(row, known.sampled)
+            yield from _not_sampled(row, known.sampled)
 
 
-def _never_sampled(row: Examined, sampled: Sampled) -> Iterator[RowFinding]:
-    """Trained runs that begin with a reply of the sampler's record, without a stop token, and go on after it."""
+def _not_sampled(row: Examined, sampled: Sampled) -> Iterator[RowFinding]:
+    """Trained runs that begin with a reply of the sampler's record, without a stop token, and go on after it; and replies that the record
+    has in no form."""
     stops = row.marks.template.stop_set
     for start, end in row.runs:
         ids = tuple(row.response[start:end].tolist())
         length = 0 if ids in sampled.replies else sampled.longest_at(ids)
         if length and ids[length - 1] not in stops and ids[length] not in stops:
-            said = row.quoted(start + length, end)
-            yield row.finding(
-                "observation_trained",
-                "error",
-                f"trained after a reply, and not in the sampler's record: {said}",
-                start + length,
-            )
-
-
-def _not_recorded(row: Examined, sampled: Sampled) -> Iterator[RowFinding]:
-    """Replies that the sampler's record has in no form."""
+            message = f"trained after a reply, and not in the sampler's record: {row.quoted(start + length, end)}"
+            yield row.finding("observation_trained", "error", message, start + length)
     for reply in row.replies:
-        ids = tuple(row.response[reply.start : reply.end].tolist())
         texts = {row.text(reply.start, reply.end), row.text(reply.start, reply.end - reply.stopped)}
-        if not (sampled.has(ids) or sampled.longest_at(ids) or not texts.isdisjoint(sampled.by_text)):
-            said = row.quoted(reply.start, reply.end)
-            yield row.finding(
-                "observation_trained", "warning", f"trained, and not in the sampler's record: {said}", reply.start
-            )
+        if not (sampled.has(reply.ids) or sampled.longest_at(reply.ids) or not texts.isdisjoint(sampled.by_text)):
+            message = f"trained, and not in the sampler's record: {row.quoted(reply.start, reply.end)}"
+            yield row.finding("observation_trained", "warning", message, reply.start)
 
 
 def closing_trained(rows: Sequence[Examined], known: Evidence) -> Iterator[RowFinding]:
@@ -111,42 +88,30 @@ def closing_trained(rows: Sequence[Examined], known: Evidence) -> Iterator[RowFi
     for row in rows:
         for reply, beyond, _ in _after_stops(row):
             if reply.end < beyond:
-                said = row.quoted(reply.end, beyond)
-                yield row.finding(
-                    "closing_trained", "error", f"the template's text after a reply is trained: {said}", reply.end
+                message = f"the template's text after a reply is trained: {row.quoted(reply.end, beyond)}"
+                yield row.finding("closing_trained", "error", message, reply.end)
+        for reply in row.replies if known.sampled is not None else ():
+            assert known.sampled is not None
+            if reply.stopped and _stop_was_added(row, reply, known.sampled):
+                message = "the stop token after a reply is trained, and the sampler's record does not have it: "
+                message += row.quoted(reply.end - 1, reply.end)
+                yield row.finding("closing_trained", "error", message, reply.end - 1)
+        if known.sampled is None and row.foreign.finish == "length" and row.replies:
+            last = row.replies[-1]
+            if last.stopped and last.end == len(row.response):
+                message = (
+                    "the row says that its last reply was cut at the length limit, and its last trained token is a stop token, which was "
+                    "then added"
                 )
-        if known.sampled is None:
-            if (
-                row.row.finish == "length"
-                and row.replies
-                and row.replies[-1].stopped
-                and row.replies[-1].end == len(row.response)
-            ):
-                yield row.finding(
-                    "closing_trained",
-                    "error",
-                    "the row says that its last reply was cut at the length limit, and its last trained token is a stop token, which was then added",
-                    row.replies[-1].end - 1,
-                )
-            continue
-        for reply in row.replies:
-            ids = tuple(row.response[reply.start : reply.end].tolist())
-            if reply.stopped and ids not in known.sampled.replies and _stop_was_added(row, reply, known.sampled):
-                yield row.finding(
-                    "closing_trained",
-                    "error",
-                    f"the stop token after a reply is trained, and the sampler's record does not have it: {row.quoted(reply.end - 1, reply.end)}",
-                    reply.end - 1,
-                )
+                yield row.finding("closing_trained", "error", message, last.end - 1)
 
 
 def _stop_was_added(row: Examined, reply: Reply, sampled: Sampled) -> bool:
     """Whether the record has a reply without its stop token, by ids or by text, and none with it."""
-    without = row.text(reply.start, reply.end - 1)
-    ids = tuple(row.response[reply.start : reply.end - 1].tolist())
-    return ids in sampled.replies or (
-        without in sampled.by_text and row.text(reply.start, reply.end) not in sampled.by_text
-    )
+    if reply.ids in sampled.replies:
+        return False
+    without, text = row.text(reply.start, reply.end - 1), row.text(reply.start, reply.end)
+    return reply.ids[:-1] in sampled.replies or (without in sampled.by_text and text not in sampled.by_text)
 
 
 def _after_stops(row: Examined) -> Iterator[tuple[Reply, int, int]]:
@@ -173,16 +138,15 @@ def missing_eos(rows: Sequence[Examined], known: Evidence) -> Iterator[RowFindin
         for reply in row.replies:
             if reply.stopped or (known.stops and row.text(reply.start, reply.end).endswith(known.stops)):
                 continue
-            told = _unstopped(row, reply, longest) if known.sampled is None else _stop_lost(row, reply, known.sampled)
-            if told is not None:
-                severity, message = told
+            judged = _unstopped(row, reply, longest) if known.sampled is None else _stop_lost(row, reply, known.sampled)
+            if judged is not None:
+                severity, message = judged
                 yield row.finding("missing_eos", severity, message, min(reply.end, len(row.response) - 1))
 
 
 def _stop_lost(row: Examined, reply: Reply, sampled: Sampled) -> tuple[Severity, str] | None:
     """Judge a reply without a stop token by the sampler's record."""
-    ids = tuple(row.response[reply.start : reply.end].tolist())
-    if not any((*ids, stop) in sampled.replies for stop in row.marks.template.stop_set):
+    if not any((*reply.ids, stop) in sampled.replies for stop in row.marks.template.stop_set):
         return None
     there = reply.end < len(row.response) and int(row.response[reply.end]) in row.marks.template.stop_set
     where = "has loss mask 0" if there else "is not in the row"
@@ -192,19 +156,17 @@ def _stop_lost(row: Examined, reply: Reply, sampled: Sampled) -> tuple[Severity,
 def _unstopped(row: Examined, reply: Reply, longest: int) -> tuple[Severity, str] | None:
     """Judge a reply without a stop token by the row alone."""
     if reply.end == len(row.response):
-        if row.row.finish == "stop":
+        if row.foreign.finish == "stop":
             return "error", "the last reply ended by itself, and its stop token is not in the row"
-        if row.row.finish is None and len(row.response) < longest:
-            return (
-                "warning",
-                f"the last reply has no stop token; nothing says that it was cut, and the longest response has {longest} tokens",
-            )
+        if row.foreign.finish is None and len(row.response) < longest:
+            message = "the last reply has no stop token; nothing says that it was cut, and the longest response has "
+            return "warning", f"{message}{longest} tokens"
         return None
     if int(row.response[reply.end]) in row.marks.template.stop_set:
-        said = row.quoted(reply.start, reply.end)
-        return "warning", f"the stop token after a reply is in the row with loss mask 0: {said}"
+        quoted = row.quoted(reply.start, reply.end)
+        return "warning", f"the stop token after a reply is in the row with loss mask 0: {quoted}"
     following = next((start for start, _ in row.runs if start >= reply.end), len(row.response))
     if not row.marks.has_mark(row.response[reply.end : following]):
         return None  # text inside a reply, which goes on behind it
-    said = row.quoted(max(reply.start, reply.end - 4), reply.end + 4)
-    return "warning", f"a reply goes over into other tokens without a stop token: {said}"
+    quoted = row.quoted(max(reply.start, reply.end - 4), reply.end + 4)
+    return "warning", f"a reply goes over into other tokens without a stop token: {quoted}"
