@@ -70,20 +70,19 @@ class TextCutter:
         return record if all(map(is_, cut, said)) else record.with_said(cut)
 
     def _message(self, message: Message) -> Message:
-        content = self._content(message.content)
+        content = self.content(message.content)
         return message if content is message.content else replace(message, content=content)
 
-    def _content(self, content: Content) -> Content:
+    def content(self, content: Content) -> Content:
         """A content with at most the limit's tokens of text; images stay."""
-        if isinstance(content, str):
-            return self.text(content)
-        if not isinstance(content, list):
+        if not isinstance(content, str | list):
             return content  # refused later, as any content that is no text
-        texts = [part.text for part in content if isinstance(part, TextPart)]
-        text = "".join(texts)
+        text = content if isinstance(content, str) else "".join(p.text for p in content if isinstance(p, TextPart))
         head, tail = self._kept(text)
         if head + tail >= len(text):
             return content
+        if isinstance(content, str):
+            return self._shown(text, head, tail)
         parts: list[ContentPart] = []
         at, marked = 0, False
         for part in content:
@@ -99,13 +98,6 @@ class TextCutter:
                 parts.append(part.model_copy(update={"text": first + mark + last}))
             at = end
         return parts
-
-    def text(self, text: str) -> str:
-        """A text of at most the limit's tokens."""
-        head, tail = self._kept(text)
-        if head + tail >= len(text):
-            return text
-        return text[:head] + self._marked(len(text) - head - tail) + text[len(text) - tail :]
 
     def _kept(self, text: str) -> tuple[int, int]:
         """How many characters of the beginning and of the end are shown; together all of them if the text is short enough."""
@@ -133,8 +125,10 @@ class TextCutter:
 
     def _fits(self, text: str, characters: int) -> bool:
         head, tail = self._split(characters)
-        shown = text[:head] + self._marked(len(text) - characters) + text[len(text) - tail :]
-        return self._count(shown) <= self._most
+        return self._count(self._shown(text, head, tail)) <= self._most
+
+    def _shown(self, text: str, head: int, tail: int) -> str:
+        return text[:head] + self._marked(len(text) - head - tail) + text[len(text) - tail :]
 
     def _marked(self, characters: int) -> str:
         return self._mark.replace(CHARACTERS, f"{characters:,}")

@@ -48,10 +48,6 @@ class RunCounters:
         """Describe the server that the run waits for; None if it waits for none."""
         return "; ".join(filter(None, (outage.told() for outage in self.outages))) or None
 
-    def enter(self, state: str) -> None:
-        """Count an episode that begins in `state`."""
-        self.states[state] += 1
-
     def watch(self, episode: Episode, source: str, event: str) -> None:
         """Count a transition of an episode, which is in its new state already."""
         self.states[source] -= 1
@@ -59,10 +55,6 @@ class RunCounters:
         if event in _GENERATE:
             self.turns += 1
             self.tokens += episode.reply.tokens
-
-    def leave(self, state: str) -> None:
-        """Remove an episode that is done or was given up."""
-        self.states[state] -= 1
 
     def end(self, trajectory: Trajectory) -> None:
         """Count an episode that is finished."""

@@ -166,18 +166,11 @@ def _path(loaded: LoadedSpec, failure: Failure, user: str | None, action: str | 
             entry = ("environment",)
         case "tool":
             named = _TOOL.match(failure.message)
-            at = _tool(loaded, named[1]) if named else None
+            names = [(tool.name, tool.use.rpartition(":")[2]) for tool in spec.tools]
+            at = next((at for at, of_tool in enumerate(names) if named and named[1] in of_tool), None)
             entry = ("tools",) if at is None else ("tools", at)
         case "spec":
             return ("machine", "states", failure.state) if failure.state in spec.machine.states else ("machine",)
         case _:
             return None
     return (*entry, "use")
-
-
-def _tool(loaded: LoadedSpec, name: str) -> int | None:
-    """Return the index of the tool with this name in the spec."""
-    for at, tool in enumerate(loaded.spec.tools):
-        if name in (tool.name, tool.use.rpartition(":")[2]):
-            return at
-    return None

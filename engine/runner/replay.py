@@ -5,7 +5,7 @@ No model, environment, tool or user is called: the journal's records are applied
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -95,9 +95,14 @@ class Replayer:
         try:
             journal = self._store.journal(stored.episode_id)
             episode = await self.rebuild(task, stored.sample_index, journal, 0)
-            elsewhere = self._follow_all(episode, until_end(journal))
-            if elsewhere is not None:
-                return _unscored(stored, episode.failure or elsewhere)
+            for entry in until_end(journal):
+                try:
+                    episode.follow(entry)
+                except ReplayError as error:
+                    elsewhere = Failure(
+                        kind="other_path", blame="spec", message=str(error), state=entry.state, turn=episode.turn
+                    )
+                    return _unscored(stored, episode.failure or elsewhere)
             if episode.failure is not None and episode.failure != stored.outcome.failure:
                 return _unscored(stored, episode.failure)
             again = as_judged(episode.trajectory(stored.run_id, exact=self._exact), stored)
@@ -116,17 +121,6 @@ class Replayer:
             state_keys=[turn.state_key for turn in again.turns],
             postings=again.postings,
         )
-
-    def _follow_all(self, episode: Episode, journal: Sequence[JournalEntry]) -> Failure | None:
-        """Apply a whole journal; return a failure if an entry leads to another event or state than the journal says."""
-        for entry in journal:
-            try:
-                episode.follow(entry)
-            except ReplayError as error:
-                return Failure(
-                    kind="other_path", blame="spec", message=str(error), state=entry.state, turn=episode.turn
-                )
-        return None
 
     async def check(self, stored: Trajectory, task: Task) -> Replayed:
         """Replay one finished episode and compare."""

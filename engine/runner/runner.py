@@ -288,7 +288,7 @@ class Runner:
         episode = attempt.episode = self._compiled.episode(attempt.task, attempt.sample, tools)
         if broken is None:
             self._tool_schemas.note(episode.id, tools)
-        self.counters.enter(episode.state)
+        self.counters.states[episode.state] += 1
         if broken is None:
             await self._executor.restore(episode, objects, entries, call=not attempt.last)
         failure = broken or (attempt.lost if attempt.last else None)
@@ -299,7 +299,7 @@ class Runner:
     async def _close(self, attempt: _Attempt) -> None:
         """Close what an attempt opened."""
         if (episode := attempt.episode) is not None:
-            self.counters.leave(episode.state)
+            self.counters.states[episode.state] -= 1
         if attempt.objects is not None:
             await self._object_builder.close(attempt.objects)
             self._backend.release(attempt.journal.episode_id)

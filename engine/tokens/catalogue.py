@@ -23,6 +23,7 @@ import tempfile
 import zipfile
 from dataclasses import asdict
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
 from engine.errors import EngineError
@@ -199,7 +200,11 @@ def _fetch(entry: CatalogueEntry | MadeEntry) -> Path:
         workdir = Path(tempfile.mkdtemp(prefix=f".{entry.name}-", dir=folder.parent))
         try:
             made = workdir / "model"
-            source = _make(entry, made) if isinstance(entry, MadeEntry) else _fill(entry, workdir, made)
+            if isinstance(entry, MadeEntry):
+                resolve_name(entry.recipe)(made)
+                source = f"made by {entry.recipe}"
+            else:
+                source = _fill(entry, workdir, made)
             (made / MANIFEST).write_text(json.dumps({**asdict(entry), "source": source}, indent=2) + "\n")
             if folder.exists():  # without a manifest: incomplete, or not made by the engine
                 shutil.rmtree(folder)
@@ -219,15 +224,6 @@ def _is_held(lock: BaseFileLock) -> bool:
             return False
     except Timeout:
         return True
-
-
-def _make(entry: MadeEntry, made: Path) -> str:
-    """Run the recipe. Returns the source of the files."""
-    from importlib import import_module
-
-    module, _, function = entry.recipe.partition(":")
-    getattr(import_module(module), function)(made)
-    return f"made by {entry.recipe}"
 
 
 def _fill(entry: CatalogueEntry, workdir: Path, made: Path) -> str:

@@ -554,7 +554,12 @@ class ExpressionReading:
         if name in ("namespace", "raise_exception", "dict"):
             return labels
         if name == "strftime_now":
-            self._show_time(node)
+            texts = self._literals_of(node.args[0]) if node.args else None
+            if texts and all(map(_DAY.match, texts)):
+                self._dated = True
+            else:
+                self._timed = True
+                self._refuse("it shows the time", node)
             return Of.NOTHING
         if name == "range" and not labels & ~Of.TOOLS:
             return labels
@@ -562,14 +567,6 @@ class ExpressionReading:
             return Of.JOINED
         self._refuse(f"it calls `{name}`", node)
         return labels | Of.NUMBER
-
-    def _show_time(self, node: nodes.Call) -> None:
-        texts = self._literals_of(node.args[0]) if node.args else None
-        if texts and all(map(_DAY.match, texts)):
-            self._dated = True
-            return
-        self._timed = True
-        self._refuse("it shows the time", node)
 
     def _call_macro(self, macro: nodes.Macro, node: nodes.Call) -> Of:
         writing, self._writing = self._writing, False

@@ -43,7 +43,7 @@ def test_any_text_fits_and_says_how_much_is_left_out(form: ChatTemplate, keep: s
     for _ in range(60):
         text = "".join(draw.choices(PIECES, k=draw.randint(0, 120)))
         most = draw.randint(40, 120)
-        shown = cutter(form, most, keep).text(text)
+        shown = cutter(form, most, keep).content(text)
         if count(form, text) <= most:
             assert shown == text
             continue
@@ -61,7 +61,7 @@ def test_any_text_fits_and_says_how_much_is_left_out(form: ChatTemplate, keep: s
 
 def test_as_much_as_fits_is_shown(form: ChatTemplate) -> None:
     text = "no " * 500
-    shown = cutter(form, 100, "start", "…").text(text)
+    shown = cutter(form, 100, "start", "…").content(text)
     assert shown.endswith("…")
     assert count(form, shown) <= 100 < count(form, text[: len(shown) + 5] + "…")
 
@@ -70,20 +70,20 @@ def test_a_huge_text_is_not_tokenised_whole(form: ChatTemplate, monkeypatch: pyt
     lengths: list[int] = []
     encode = form.encode
     monkeypatch.setattr(form, "encode", lambda text: lengths.append(len(text)) or encode(text))
-    shown = cutter(form, 50).text("word " * 4_000_000)
+    shown = cutter(form, 50).content("word " * 4_000_000)
     assert count(form, shown) <= 50
     assert max(lengths) <= 50 * form.fast.longest + 60
 
 
 def test_half_a_character_is_left_to_the_record(form: ChatTemplate) -> None:
     text = "\ud800" * 500
-    assert cutter(form, 40).text(text) == text
+    assert cutter(form, 40).content(text) == text
 
 
 def test_every_kind_of_record(form: ChatTemplate) -> None:
     long = "no " * 500
     cut: Any = cutter(form, 50)
-    short = cut.text(long)
+    short = cut.content(long)
     assert short != long
     image = ImagePart(image="sha256:00")
     result = ToolResult(call_id="a", name="t", content=long)
