@@ -136,7 +136,8 @@ class Plugin:
     sources: Entries = field(default_factory=dict)
     """`tasks.source` -> its `engine.schemas.tasks.SourceFacts`."""
     overlong: Entries = field(default_factory=dict)
-    """Value of `tasks.overlong` -> function `(tasks, loaded, template)` that gives the tasks to run: see `engine.runner.source.fitting_tasks`."""
+    """Value of `tasks.overlong` -> function `(tasks, loaded, template)` that gives the tasks to run: see
+    `engine.runner.source.fitting_tasks`."""
     isolation_modes: Entries = field(default_factory=dict)
     """Value of `isolation.mode` -> its `engine.actions.calling.host:CodeHost`, made once for each run that needs it."""
     players: Entries = field(default_factory=dict)

@@ -1,7 +1,7 @@
 """Which files reading a spec may open, and whether code that the spec names may be imported.
 
-A command that runs a spec may do both. `engine validate` reads the specs of strangers: it opens regular files below a few
-folders alone, and imports nothing. Symbolic links are resolved before a path is compared with the folders.
+A command that runs a spec may do both. `engine validate` reads the specs of strangers: it opens regular files below a
+few folders alone, and imports nothing. Symbolic links are resolved before a path is compared with the folders.
 
     access = Access.for_spec(Path("specs/task.yaml"))
     with access.open(Path("specs/rows.jsonl")) as stream: ...

@@ -62,7 +62,7 @@ class AddedCode(Struct, frozen=True, kw_only=True):
     keywords: tuple[str, ...] = ()
     """What the engine gives by name."""
     awaited: str = ""
-    """Of a function that must be a coroutine function, because it is cancelled at a limit: what to do where it is none."""
+    """Of a function that is cancelled at a limit, and so must be a coroutine function: what to do where it is none."""
 
 
 class PlayedRole(Struct, frozen=True, kw_only=True):
@@ -158,7 +158,7 @@ def no_player(part: RoleSpec) -> str | None:
 
 
 def played_roles(spec: EpisodeSpec) -> dict[DataPath, PlayedRole]:
-    """Every role that a model plays, by the path of its declaration: users, the scorer, and those of sections of plugins."""
+    """Every role that a model plays, by the path of its declaration: users, the scorer, those of sections of plugins."""
     players = plugin.loaded("players")
     parts = played_parts(spec).items()
     roles = {path: players[part.player](path, part) for path, part in parts if part.player in players}
@@ -180,7 +180,7 @@ def trains_backend(spec: EpisodeSpec) -> bool:
 
 
 def sync_openers() -> dict[str, str]:
-    """`backend.kind` -> the function that opens the `WeightSync` of a training (`engine.train.sync`), as `module:function`."""
+    """`backend.kind` -> `module:function` that opens the `WeightSync` of a training (`engine.train.sync`)."""
     return plugin.entries("weight_syncs")
 
 

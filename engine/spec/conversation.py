@@ -2,8 +2,8 @@
 
     conversation_of({"messages": [{"role": "user", "content": "What is 2 + 2?"}]}, PromptField(field="messages"))
 
-Invariant: every message, part, call and image of the row is in the result, or a `RowError` says what is wrong and where.
-Keys whose value is null are left out: Parquet gives every struct of a column the keys of all.
+Invariant: every message, part, call and image of the row is in the result, or a `RowError` says what is wrong and
+where. Keys whose value is null are left out: Parquet gives every struct of a column the keys of all.
 """
 
 from __future__ import annotations
@@ -116,8 +116,8 @@ class _Images:
     def check_used(self) -> None:
         if self._shown < len(self._given):
             raise RowError(
-                f"`{self._name}` has {len(self._given)} images, and the messages show {self._shown}: mark each place with "
-                f"`{IMAGE_MARK}`"
+                f"`{self._name}` has {len(self._given)} images, and the messages show {self._shown}: "
+                f"mark each place with `{IMAGE_MARK}`"
             )
 
 

@@ -105,7 +105,7 @@ def validate(document: Document, model: type[Model]) -> tuple[Model | None, list
 def _part(
     document: Document, model: type[Model], body: Any, at: DataPath, root: type[BaseModel]
 ) -> tuple[Model | None, list[Diagnostic], list[DataPath]]:
-    """Validate the part of a document at `at`, strictly: value, problems, and the values that are to be read as text."""
+    """Validate the part of a document at `at`, strictly: value, problems, and the values to read as text."""
     try:
         text = json.dumps(body, ensure_ascii=False).encode()  # in JSON a mapping may stand for a data class
     except UnicodeEncodeError:  # bytes of an environment variable that are no text; JSON cannot hold them
@@ -128,7 +128,7 @@ def _one_for_each_plugin(problems: Sequence[Diagnostic]) -> list[Diagnostic]:
 
 
 def place_inside(value: str, offset: int, lines: list[str], start: Origin) -> Origin:
-    """Where the character at `offset` of a value was written: blanks and breaks of the source match any of the value."""
+    """Where the character at `offset` of a value was written; blanks and breaks match any others."""
     row, column = start.line - 1, start.column - 1
     if row < len(lines) and lines[row][column : column + 1] in ("|", ">"):
         row, column = row + 1, 0

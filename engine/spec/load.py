@@ -180,7 +180,7 @@ def load_spec(path: str | Path, overrides: Sequence[str] = (), access: Access | 
 
 
 def override_spec(loaded: LoadedSpec, overrides: Sequence[str]) -> LoadedSpec:
-    """A loaded spec with other values for some of its keys: `a.b=value` each, as `--set` takes them; a list is set as a whole.
+    """A loaded spec with other values for some keys: `a.b=value` each, as `--set` takes them. Lists are set whole.
 
     Raises: SpecError: with every diagnostic.
     """
@@ -218,7 +218,11 @@ def _merged(base: Any, changes: Any) -> Any:
 
 
 def load_document(path: str | Path, model: type[Model], access: Access | None = None) -> tuple[Model, Document]:
-    """Read any other YAML file (scripts, scenarios) by the same rules, against a contract of its own. Raises: SpecError: as `load_spec`."""
+    """Read another YAML file (a script, scenarios) by the same rules, against a contract of its own.
+
+    Raises:
+        SpecError: as `load_spec`.
+    """
     resolver = Resolver(access=access)
     tree = resolver.resolve(path)
     document = replace(flatten(tree), variables=resolver.variables) if tree is not None else None

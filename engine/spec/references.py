@@ -1,13 +1,13 @@
 """Values that environment variables gave: stored by reference, and filled in again when a run is taken up.
 
-A header keeps `${NAME}` in place of such a value, and a digest that says whether the variable still holds it. The digest
-is scrypt's (RFC 7914; n = 2^14, r = 8, p = 1: 16 MiB and some 50 ms a guess) under a salt of the run's own, cut to 32 bits:
-it says next to nothing about a key of 128 bits, and enough to notice that a value has changed. A short password can be
-guessed from it.
+A header keeps `${NAME}` in place of such a value, and a digest that says whether the variable still holds it. The
+digest is scrypt's (RFC 7914; n = 2^14, r = 8, p = 1: 16 MiB and some 50 ms a guess) under a salt of the run's own, cut
+to 32 bits: it says next to nothing about a key of 128 bits, and enough to notice that a value has changed. A short
+password can be guessed from it.
 
 A spec can name any variable (`limits: {user_turns: ${CI_SECRET}}`), and a message that quotes the value would print it
-in a public log. So every diagnostic of a spec passes through `mask`: whole values, long parts of them (messages cut long
-values short) and the forms in which messages write them become the variable's name.
+in a public log. So every diagnostic of a spec passes through `mask`: whole values, long parts of them (messages cut
+long values short) and the forms in which messages write them become the variable's name.
 """
 
 from __future__ import annotations
@@ -99,8 +99,8 @@ def with_references(document: Any, references: Sequence[Reference]) -> Any:
 def filled(
     document: Any, references: Sequence[Reference], stored: Mapping[str, str], salt: str, *, strict: bool
 ) -> Any:
-    """A copy of a document with what the variables hold now in place of the texts. `stored`: digests, under `salt`, of what they held; empty
-    for one that was not set. Texts of others stay, unless it is `strict`.
+    """A copy of a document with what the variables hold now in place of the texts. `stored`: digests, under `salt`, of
+    what they held; empty for one that was not set. Texts of others stay, unless it is `strict`.
 
     Raises: StoreError: a variable holds something else now, by its name and the place that uses it.
     """
@@ -190,8 +190,8 @@ def masked(item: Diagnostic, variables: Mapping[str, str]) -> Diagnostic:
 
 
 def mask(text: str, variables: Mapping[str, str], here: Iterable[str] = ()) -> str:
-    """A text without the values of these variables. Of those that the value is made of that the text is about (`here`), short values and
-    words are masked too.
+    """A text without the values of these variables. Of those that the value is made of that the text is about (`here`),
+    short values and words are masked too.
     """
     near = frozenset(here)
     for name, value in sorted(variables.items(), key=lambda item: -len(item[1])):

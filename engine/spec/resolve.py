@@ -21,8 +21,8 @@ from engine.spec.text.near import nearest_name, short
 from engine.spec.text.tree import MAX_DEPTH, Mapping, Node, Place, Scalar, Sequence, parse, read_scalar
 
 PUBLISHED = Path(__file__).with_name("published")
-"""Settings of other projects' examples as spec files, which `extends:` knows by name. Each names the source of its values, and lists in
-comments what has no equivalent in a spec."""
+"""Settings of other projects' examples as spec files, which `extends:` knows by name. Each names the source of its
+values, and lists in comments what has no equivalent in a spec."""
 
 
 def published_names() -> list[str]:
@@ -177,7 +177,7 @@ class Resolver:
         return without_extends if merged is None else _merge(merged, without_extends, ())
 
     def _base_file(self, value: str, file: str, at: Origin) -> str | None:
-        """The file that a value of `extends` names: beside the spec, else of published settings. None if there is neither."""
+        """The file that a value of `extends` names: beside the spec, else of published settings; None: neither."""
         beside = os.path.normpath(Path(file).parent / value)
         is_name = not {"/", "\\", "."} & set(value)
         if not is_name or self._access.is_file(Path(beside)):

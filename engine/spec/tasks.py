@@ -2,7 +2,8 @@
 
 Invariant: a task that comes out has an id that no other has and every field of `tasks.map`; the first row that
 cannot become one is named by its number and, where it stands in a file, by its line. Rows are read one by one
-and, in the order of the source, no further than `tasks.limit`. None but those of `inline` and of a generator are held in memory.
+and, in the order of the source, no further than `tasks.limit`. None but those of `inline` and of a generator are held
+in memory.
 """
 
 from __future__ import annotations
@@ -96,7 +97,8 @@ def mixed_sources(loaded: LoadedSpec) -> dict[str, LoadedSpec]:
 
 
 def load_table(loaded: LoadedSpec) -> TaskTable:
-    """The tasks of one source: the rows of `split`, in the order of the source or of `shuffle`, the first `limit` of them.
+    """The tasks of one source: the rows of `split`, in the order of the source or of `shuffle`, the first `limit` of
+    them.
 
     Every one of them is read once here, so that a bad row is found before the first episode.
 
@@ -171,17 +173,19 @@ def _positions(loaded: LoadedSpec, rows: Rows) -> np.ndarray | None:
 
 
 def _bound(text: str | None, count: int) -> int | None:
-    """An end of a split's slice: a number of rows, or a percentage that is rounded to the nearest row, as `datasets` does."""
+    """An end of a split's slice: a number of rows, or a percentage that is rounded to the nearest row, as `datasets`
+    does."""
     if text is None:
         return None
     return round(int(text[:-1]) * count / 100) if text.endswith("%") else int(text)
 
 
 def shuffled(count: int, seed: int) -> np.ndarray:
-    """A random order of `count` rows, int64 [count]. It depends on these two numbers alone, not on any library's version.
+    """A random order of `count` rows, int64 [count]. It depends on these two numbers alone, not on any library's
+    version.
 
-    The rows are sorted by the 64-bit numbers of SplitMix64 (Steele, Lea and Flood 2014, "Fast Splittable Pseudorandom Number
-    Generators"), one a row.
+    The rows are sorted by the 64-bit numbers of SplitMix64 (Steele, Lea and Flood 2014, "Fast Splittable Pseudorandom
+    Number Generators"), one a row.
     """
     gamma = 0x9E3779B97F4A7C15
     first = int.from_bytes(blake2b(f"tasks.shuffle/{seed}".encode(), digest_size=8).digest(), "big")
@@ -300,7 +304,8 @@ def _id(row: Row, index: int, fields: Mapping[str, Any], spec: TasksSpec, loaded
 
 
 def rows_of(loaded: LoadedSpec, limit: int | None = None) -> Iterator[Row]:
-    """The rows of the one source that `tasks` names, from its first, read as they are asked for. `split` and `shuffle` choose among them later.
+    """The rows of the one source that `tasks` names, from its first, read as they are asked for. `split` and `shuffle`
+    choose among them later.
 
     Raises:
         SpecError: the source, or a row of it, cannot be read.
@@ -333,7 +338,8 @@ def _near(name: str, fields: Mapping[str, Any]) -> str:
 
 
 def preset_fields(fields: Mapping[str, Any], preset: VerlRows | SlimeRows | None) -> dict[str, Any]:
-    """A row's fields, and those that the trainer whose rows they are adds: verl's `RLHFDataset`, slime's `Dataset` (commit 624b824a).
+    """A row's fields, and those that the trainer whose rows they are adds: verl's `RLHFDataset`, slime's `Dataset`
+    (commit 624b824a).
 
     Raises:
         RowError: a field that the preset needs is not there, or has another form.

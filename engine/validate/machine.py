@@ -434,7 +434,8 @@ def constant_guard(ctx: CheckContext) -> Iterator[Finding]:
         if truth is not None:
             key = str(path[-1])
             fix = f"leave `{key}` out" if truth else _CORRECTED[key]
-            message = f"`{' '.join(expression.split())}` {'always' if truth else 'never'} holds here, within the spec's limits"
+            shown, how = " ".join(expression.split()), "always" if truth else "never"
+            message = f"`{shown}` {how} holds here, within the spec's limits"
             yield Finding(message, path, fix)
 
 

@@ -87,11 +87,6 @@ def test_a_mark_that_pays_without_a_rule_is_warned_of(tmp_path: Path) -> None:
     assert found(spec_with(tmp_path, user=graded)) == []
 
 
-def test_a_user_who_is_never_satisfied_is_warned_of(tmp_path: Path) -> None:
-    (item,) = found(spec_with(tmp_path, user={**USER, "marks": []}))
-    assert item[0] == "role.user-never-ends"
-
-
 def test_graders_are_checked_as_users(tmp_path: Path) -> None:
     user = {**USER, "grader": {"use": "engine.environments.users.scripted:Scripted", "with": {"linse": ["a"]}}}
     problems = [item for item in check_spec(load_spec(spec_with(tmp_path, user=user))) if item.rule == "code.protocol"]

@@ -97,18 +97,11 @@ def test_words_that_nobody_says_are_pointed_out() -> None:
     assert recovering("  no_answer: 'what?'\n") == [
         "9:3: warning[recover.unused] `recover.no_answer` has no effect: `picky:Picky` never says it; remove it"
     ]
-    assert found("source: inline, rows: [{q: a}]", "hi", "recover: {wrong: 'no'}\n") == [
-        "9:11: warning[recover.unused] `recover.wrong` has no effect: it is said for a user, and the spec has none; remove it"
-    ]
 
 
 @pytest.mark.parametrize(
     ("tasks", "problem"),
     [
-        (
-            "source: jsonl, path: rows.jsonl",
-            "5:30: error[tasks.unreadable] the task file `rows.jsonl` does not exist; looked for {}/rows.jsonl",
-        ),
         (
             "source: parquet, path: r.parquet",
             "5:32: error[tasks.unreadable] the task file `r.parquet` does not exist; looked for {}/r.parquet",

@@ -1,8 +1,8 @@
 """Entry points: `package.module:Name` -> the thing itself.
 
-Modules are looked for in the standard library first, then in the spec's folder, in the folder that the engine was started
-in, and among what is installed. So a file beside the spec never replaces a module of Python's own, and two specs in two
-folders each get their own module where both have one of the same name.
+Modules are looked for in the standard library first, then in the spec's folder, in the folder that the engine was
+started in, and among what is installed. So a file beside the spec never replaces a module of Python's own, and two
+specs in two folders each get their own module where both have one of the same name.
 
 A command that only looks at a run, which a stranger may have made, imports nothing that the run names (`looking`).
 
@@ -53,14 +53,15 @@ def load_entry(use: str, base: Path | None) -> Any:
         base: The spec's folder, which is put on the import path, as is the current folder.
 
     Raises:
-        EntryError: it is not of that form, the module cannot be imported, or it has no such name; or a command only looks at a
-            run, and its user did not name it.
+        EntryError: it is not of that form, the module cannot be imported, or it has no such name; or a command only
+            looks at a run, and its user did not name it.
     """
     module_name, parts = parse_entry(use)
     if _named is not None:
         if use not in _named:
             raise EntryError(
-                f"the run names the code `{use}`, and looking at a run imports none: it would be {_place(module_name, use, base)}. "
+                f"the run names the code `{use}`, and looking at a run imports none: it would be "
+                f"{_place(module_name, use, base)}. "
                 f"If you trust it: --import {use}"
             )
         _named[use] = True
@@ -80,8 +81,8 @@ def load_entry(use: str, base: Path | None) -> Any:
 
 @contextmanager
 def looking(named: Sequence[str] | None) -> Iterator[dict[str, bool]]:
-    """Import nothing that a run names, but what the user names (None: all, again), and nothing from the current folder. Yields these, and
-    whether each was imported.
+    """Import nothing that a run names, but what the user names (None: all, again), and nothing from the current folder.
+    Yields these, and whether each was imported.
     """
     global _named
     before, path, here = _named, [*sys.path], str(Path.cwd())
@@ -110,7 +111,8 @@ def _place(module: str, use: str, base: Path | None) -> str:
 
 
 def parse_entry(use: str) -> tuple[str, list[str]]:
-    """`package.module:Class.method` -> the module, and the names of the attribute. An old name of the engine's is read as the new one.
+    """`package.module:Class.method` -> the module, and the names of the attribute. An old name of the engine's is read
+    as the new one.
 
     Raises:
         EntryError: it is not of that form.
@@ -217,8 +219,8 @@ def raised_at(error: BaseException) -> str:
 
 
 class ModuleFiles:
-    """Finds the files of modules for one spec, each once while the import path and its finders stay as they are. Files on the import path may
-    be read, whatever `access` says.
+    """Finds the files of modules for one spec, each once while the import path and its finders stay as they are. Files
+    on the import path may be read, whatever `access` says.
     """
 
     def __init__(self, base: Path | None, access: Access) -> None:
@@ -234,7 +236,8 @@ class ModuleFiles:
         """The file of each module, None, or the message of the error."""
 
     def find(self, module: str, use: str) -> Path | None:
-        """The module's file; None where it has none that may be read as text. Raises: EntryError: `use` names a module that is not there."""
+        """The module's file; None where it has none that may be read as text. Raises: EntryError: `use` names a module
+        that is not there."""
         if (sys.path, sys.meta_path) != self._state:
             self._state = ([*sys.path], [*sys.meta_path])
             self._search = _with_folders(self._base)[0]
@@ -316,7 +319,8 @@ def has_submodule(folder: Path, name: str) -> bool:
 
 
 def _no_module(missing: str, use: str, path: Sequence[str], places: Sequence[str] | None) -> str:
-    """What is said of the module `missing` of an entry point that is not there. It was looked for in `path`, its package in `places`."""
+    """What is said of the module `missing` of an entry point that is not there. It was looked for in `path`, its
+    package in `places`."""
     parent, _, leaf = missing.rpartition(".")
     if not parent:
         names = _modules(tuple(path))

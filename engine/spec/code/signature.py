@@ -1,4 +1,4 @@
-"""A tool's signature and docstring -> its name, its schema and the model that checks its arguments; its answer -> a reply.
+"""A tool's signature and docstring -> its name, schema and the model that checks its arguments; its answer -> a reply.
 
 Imports little, because worker processes import it too.
 """
@@ -39,8 +39,8 @@ class ToolShape(Struct, frozen=True, kw_only=True):
     schema: dict[str, Any]
     """OpenAI's form: `{"type": "function", "function": {name, description, parameters}}`."""
     arguments: type[BaseModel] | None
-    """Checks a call's arguments: `vars(arguments.model_validate(…))` are those that the function takes. None where the tool lives
-    in a worker process, which checks them."""
+    """Checks a call's arguments: `vars(arguments.model_validate(…))` are those that the function takes. None where the
+    tool lives in a worker process, which checks them."""
     view: str | None
     """The parameter that takes the `EpisodeView`, if there is one."""
 
@@ -105,7 +105,8 @@ class DescribedTool:
     Args:
         name: The tool's name for the model.
         description: The tool's description for the model.
-        parameters: JSON schema of its arguments: an object. Checked are names, required ones and the types at the top level.
+        parameters: JSON schema of its arguments: an object. Checked are names, required ones and the types at the top
+            level.
         call: Called with the arguments by name; may be async.
         takes_view: `call` has a parameter `view`, which the engine fills in.
     """

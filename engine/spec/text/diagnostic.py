@@ -31,7 +31,8 @@ class Origin:
     column: int
     """From 1, in characters."""
     via: str = ""
-    """What brought it here: `--set a.b=c`, `${ENV}`, `extends base.yaml`; empty when it was written in the spec itself."""
+    """What brought it here: `--set a.b=c`, `${ENV}`, `extends base.yaml`; empty when it was written in the spec itself.
+    """
 
     def __str__(self) -> str:
         via = around(self.via, 0)

@@ -1,7 +1,7 @@
 """Pydantic's errors -> diagnostics: position, stable rule, plain words, and the fix.
 
-A message about an unknown key names the key that replaced it; an old key is never accepted. The tables say which class held the key, so
-that a key of the same name in another section is not touched.
+A message about an unknown key names the key that replaced it; an old key is never accepted. The tables say which class
+held the key, so that a key of the same name in another section is not touched.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ def diagnose(
     at: DataPath = (),
     root: type[BaseModel] | None = None,
 ) -> tuple[list[Diagnostic], list[DataPath]]:
-    """Every error of a validation as a diagnostic, in the order of the document; `at` is where the part is that was validated, and `root`
-    the class of the whole document, if that is another one.
+    """Every error of a validation as a diagnostic, in the order of the document; `at` is where the part is that was
+    validated, and `root` the class of the whole document, if that is another one.
 
     Returns also the paths of values that failed only because they were read as numbers or booleans where a
     string is wanted, and whose text is known: the caller may take the text and try again.
@@ -365,7 +365,8 @@ RENAMED: Mapping[type[BaseModel], Mapping[str, str]] = {
     },
     WeightSyncSpec: {"via": "method", "pause": "pause_generation"},
 }
-"""Class of a section -> old key -> new key; it also holds for the classes that inherit from it. A plugin's class has them as `RENAMED`."""
+"""Class of a section -> old key -> new key; it also holds for the classes that inherit from it. A plugin's class has
+them as `RENAMED`."""
 
 MOVED: Mapping[type[BaseModel], Mapping[str, str]] = {TrainSpec: {"notify": "notify"}}
 """Class of a section -> key -> path from the top level of the spec at which the key is now."""
@@ -386,7 +387,8 @@ def new_key(owner: type[BaseModel] | None, key: str) -> str | None:
 
 
 def renamed_keys(error: ValidationError, model: type[BaseModel]) -> list[str]:
-    """The renamed keys among the unknown keys of a failed validation, each as `` `train.passes` is now `update_epochs` ``."""
+    """The renamed keys among the unknown keys of a failed validation, each as `` `train.passes` is now `update_epochs`
+    ``."""
     changes = []
     for item in error.errors(include_url=False):
         if item["type"] == "extra_forbidden":

@@ -35,7 +35,8 @@ MAX_HEX = 3000
 
 
 def read_scalar(text: str) -> ScalarValue:
-    """What an unquoted scalar means in the core schema of YAML 1.2. An integer of more than `MAX_DIGITS` digits stays a string.
+    """What an unquoted scalar means in the core schema of YAML 1.2. An integer of more than `MAX_DIGITS` digits stays a
+    string.
 
     `yes`, `no`, `on`, `off`, `1:30`, `1_000` and dates are strings; `1e-5` is a float; `010` is ten.
     """

@@ -1,7 +1,8 @@
 """The likely cause of a YAML syntax error, and its own line, which is often not the line where the parser stopped.
 
-Each suspicion is a repair of one place: a quote is closed, a line is moved to the indentation of its neighbours, a colon or a comma is
-added. The text with the repair is parsed again. The first repair after which the error is gone, or occurs further down, is the cause.
+Each suspicion is a repair of one place: a quote is closed, a line is moved to the indentation of its neighbours, a
+colon or a comma is added. The text with the repair is parsed again. The first repair after which the error is gone, or
+occurs further down, is the cause.
 """
 
 from __future__ import annotations

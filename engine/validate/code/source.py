@@ -134,7 +134,8 @@ class Sources:
         """Find what `use` (`package.module:Name`) names, as `load_entry` would, and import nothing.
 
         Raises:
-            EntryError: it is not of that form, there is no such module, its text is no Python, or it binds no such name.
+            EntryError: it is not of that form, there is no such module, its text is no Python, or it binds no such
+                name.
         """
         name, parts = parse_entry(use)
         file = self._files.find(name, use)
