@@ -158,7 +158,7 @@ def no_player(part: RoleSpec) -> str | None:
 
 
 def played_roles(spec: EpisodeSpec) -> dict[DataPath, PlayedRole]:
-    """Every role that a model plays, by the path of its declaration: users, the scorer, those of sections of plugins."""
+    """Every role that a model plays, by the path of its declaration: users, scorer, those of sections of plugins."""
     players = plugin.loaded("players")
     parts = played_parts(spec).items()
     roles = {path: players[part.player](path, part) for path, part in parts if part.player in players}

@@ -9,16 +9,15 @@ in memory.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from difflib import get_close_matches
-from functools import partial
 from hashlib import blake2b
 from itertools import islice
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from engine.errors import SpecError
 from engine.schemas.environment import Task
 from engine.schemas.tasks import SlimeRows, TasksSpec, VerlRows
 from engine.spec.conversation import RowError, conversation_of, tools_of
@@ -31,8 +30,6 @@ from engine.storable import refusal, stored_fields
 if TYPE_CHECKING:
     from engine.spec.load import LoadedSpec
 
-
-T = TypeVar("T")
 
 MAX_COUNTED = 100_000
 """Rows of a function that are counted: some never end."""
@@ -57,11 +54,14 @@ class TaskTable(TaskList):
 
     def _at(self, index: int) -> Task:
         position = index if self._positions is None else int(self._positions[index])
-        return self._task(_guarded(self._loaded, lambda: self._rows.row(position)))
+        with _row_faults(self._loaded):
+            row = self._rows.row(position)
+        return self._task(row)
 
     def __iter__(self) -> Iterator[Task]:
         if self._positions is None:
-            yield from map(self._task, islice(_told(self._loaded, self._rows), self._count))
+            with _row_faults(self._loaded):
+                yield from map(self._task, islice(self._rows, self._count))
         else:
             yield from (self[at] for at in range(self._count))
 
@@ -107,18 +107,18 @@ def load_table(loaded: LoadedSpec) -> TaskTable:
             share an id. Only the first bad row is reported.
     """
     spec = loaded.spec.tasks
-    rows = _guarded(loaded, lambda: open_rows(loaded, spec.limit))
-    positions = _positions(loaded, rows)
-    ids = _Ids(loaded, rows)
-    if positions is None:
-        read: Iterator[Row] = islice(_told(loaded, rows), spec.limit)
-    else:
-        read = (_guarded(loaded, partial(rows.row, int(position))) for position in np.sort(positions))
     count = 0
-    for row in read:
-        ids.add(task_of(row, row.number - 1, spec, loaded), row)
-        count += 1
-    ids.check()
+    with _row_faults(loaded):
+        rows = open_rows(loaded, spec.limit)
+        positions = _positions(loaded, rows)
+        ids = _Ids(loaded, rows)
+        read: Iterable[Row] = islice(rows, spec.limit)
+        if positions is not None:
+            read = (rows.row(int(position)) for position in np.sort(positions))
+        for row in read:
+            ids.add(task_of(row, row.number - 1, spec, loaded), row)
+            count += 1
+        ids.check()
     if not count:
         raise fault(loaded, "tasks.empty", "the task source has no rows", None, loaded.origin(TASKS, key=True))
     return TaskTable(loaded, rows, positions, count)
@@ -146,7 +146,7 @@ class _Ids:
         again = set(order[:-1][same].tolist()) | set(order[1:][same].tolist())
         seen: dict[str, int] = {}
         for place in sorted(again):  # two ids may share a digest
-            row = _guarded(self._loaded, partial(self._rows.row, self._positions[place]))
+            row = self._rows.row(self._positions[place])
             task = task_of(row, row.number - 1, self._loaded.spec.tasks, self._loaded)
             if task.id in seen:
                 raise fault(
@@ -165,7 +165,7 @@ def _positions(loaded: LoadedSpec, rows: Rows) -> np.ndarray | None:
     start, stop = spec.rows_of_split
     if start is None and stop is None and spec.shuffle is None:
         return None
-    count = _guarded(loaded, lambda: len(rows))
+    count = len(rows)
     positions = np.arange(*slice(_bound(start, count), _bound(stop, count)).indices(count))
     if spec.shuffle is not None:
         positions = positions[shuffled(len(positions), spec.shuffle)]
@@ -218,9 +218,10 @@ def count_tasks(loaded: LoadedSpec) -> int | None:
         return counted if counted <= MAX_COUNTED else spec.limit
     if spec.source in ("jsonl", "csv") and sum(file.stat().st_size for file in row_files(loaded)) > MAX_READ:
         return spec.limit
-    rows = _guarded(loaded, lambda: open_rows(loaded, None))
-    positions = _positions(loaded, rows)
-    count = _guarded(loaded, lambda: len(rows)) if positions is None else len(positions)
+    with _row_faults(loaded):
+        rows = open_rows(loaded, None)
+        positions = _positions(loaded, rows)
+        count = len(rows) if positions is None else len(positions)
     return count if spec.limit is None else min(count, spec.limit)
 
 
@@ -310,27 +311,18 @@ def rows_of(loaded: LoadedSpec, limit: int | None = None) -> Iterator[Row]:
     Raises:
         SpecError: the source, or a row of it, cannot be read.
     """
-    rows = _guarded(loaded, lambda: open_rows(loaded, limit))
-    return islice(_told(loaded, rows), limit)
+    with _row_faults(loaded):
+        yield from islice(open_rows(loaded, limit), limit)
 
 
-def _told(loaded: LoadedSpec, rows: Rows) -> Iterator[Row]:
-    """Rows, with what is wrong as a finding."""
+@contextmanager
+def _row_faults(loaded: LoadedSpec) -> Iterator[None]:
+    """What is wrong with a row or its file, as a finding."""
     try:
-        yield from rows
+        yield
     except RowFault as bad:
-        raise _finding(loaded, bad) from bad
-
-
-def _guarded(loaded: LoadedSpec, call: Callable[[], T]) -> T:
-    try:
-        return call()
-    except RowFault as bad:
-        raise _finding(loaded, bad) from bad
-
-
-def _finding(loaded: LoadedSpec, bad: RowFault) -> SpecError:
-    return fault(loaded, bad.rule, str(bad), None, bad.origin or loaded.origin((*TASKS, "path")))
+        origin = bad.origin or loaded.origin((*TASKS, "path"))
+        raise fault(loaded, bad.rule, str(bad), None, origin) from bad
 
 
 def _near(name: str, fields: Mapping[str, Any]) -> str:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
 from engine.errors import SpecError
 from engine.schemas.environment import Task
 from engine.schemas.tasks import MIX, TasksSpec
 from engine.spec.rows.sources import Row
-from engine.spec.tasks import rows_of
+from engine.spec.tasks import count_tasks, rows_of
 from engine.spec.text.diagnostic import DataPath
 from engine.spec.text.near import near_or_known
 from engine.validate.machine_context import MachineContext
@@ -31,6 +32,13 @@ class CheckContext(MachineContext):
     """Tasks that were read, if the rules are about these and not about the source."""
     _with_tasks: dict[DataPath, CheckContext] = field(default_factory=dict)
     _first_rows: list[Row] | SpecError | None = None
+
+    def task_count(self) -> int | None:
+        """The number of tasks; None if it is not known without reading all of them."""
+        try:
+            return count_tasks(self.loaded)
+        except (SpecError, OSError):
+            return None  # `tasks.unreadable` reports it
 
     def with_tasks(self, tasks: TasksSpec, at: DataPath) -> CheckContext:
         """Return the same spec with other tasks of its own, for the current rule.
@@ -60,22 +68,17 @@ class CheckContext(MachineContext):
             self.skip()
             return []
         if self._first_rows is None:
+            source = self.spec.tasks.source
+            most = MAX_ROWS_MADE if source == "python" else None if source == "inline" else 1
+            unread = source == MIX or (source != "python" and self.spec.tasks.facts.outside)
             try:
-                self._first_rows = self._read_rows()
+                with deadline(ROWS_SECONDS) if source == "python" else nullcontext():
+                    self._first_rows = [] if unread else list(rows_of(self.loaded, most))
             except SpecError as error:
                 self._first_rows = error
         if isinstance(self._first_rows, SpecError):
             raise self._first_rows
         return self._first_rows
-
-    def _read_rows(self) -> list[Row]:
-        source = self.spec.tasks.source
-        if source == "python":
-            with deadline(ROWS_SECONDS):
-                return list(rows_of(self.loaded, MAX_ROWS_MADE))
-        if source == MIX or self.spec.tasks.facts.outside:
-            return []
-        return list(rows_of(self.loaded, None if source == "inline" else 1))
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

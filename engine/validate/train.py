@@ -11,12 +11,10 @@ from typing import Any
 
 import yaml
 
-from engine.errors import SpecError
 from engine.schemas.backend import kinds_that_train
 from engine.schemas.train import OverlongPenalty, TrainSpec
 from engine.spec.added import missing_sync, spec_facts, trains_backend
 from engine.spec.resolve import published_file, published_names
-from engine.spec.tasks import count_tasks
 from engine.spec.text.diagnostic import DataPath
 from engine.tokens.catalogue import CATALOGUE, MadeEntry
 from engine.validate.context import CheckContext, Option, without_effect
@@ -237,7 +235,8 @@ def _of_another_length(
     if train.epochs is not None:
         changed_to["epochs"] = train.epochs
         if "epochs" not in settings:
-            changed_to["steps"] = _steps(ctx, train)
+            tasks = ctx.task_count()
+            changed_to["steps"] = None if tasks is None else math.ceil(train.epochs * tasks / train.tasks_per_step)
     changed = [key for key, value in changed_to.items() if value != settings.get(key)]
     if not changed:
         return
@@ -256,15 +255,6 @@ def _published(ctx: CheckContext) -> Iterator[tuple[str, dict[str, Any]]]:
         file = Path(published_file(name)).resolve()
         if file in files:
             yield name, dict(yaml.safe_load(file.read_text(encoding="utf-8")).get("train") or {})
-
-
-def _steps(ctx: CheckContext, train: TrainSpec) -> int | None:
-    """The number of steps of `epochs`; None if it is not known without reading all tasks."""
-    try:
-        tasks = count_tasks(ctx.loaded)
-    except (SpecError, OSError):
-        return None
-    return None if tasks is None or train.epochs is None else math.ceil(train.epochs * tasks / train.tasks_per_step)
 
 
 def _length(values: Mapping[str, Any]) -> str:

@@ -16,12 +16,11 @@ from typing import NamedTuple
 
 from engine.actions.action_facts import NO_CALLS
 from engine.actions.facts import ACTIONS, seconds_of
-from engine.errors import EngineError, SpecError
+from engine.errors import EngineError
 from engine.limits import COUNTERS, EPISODE_SECONDS, LIMITS
 from engine.schemas.episode import EpisodeSpec
 from engine.schemas.limits import UNBOUNDED
 from engine.spec.load import LoadedSpec
-from engine.spec.tasks import count_tasks
 from engine.spec.text.diagnostic import DataPath, Diagnostic
 from engine.spec.text.near import near_or_known
 from engine.validate.context import CheckContext
@@ -77,7 +76,7 @@ def worst_case(ctx: CheckContext) -> WorstCase:
     episode["branches"] = episode[COUNTS[TURNS]]  # at most one new branch per turn
     episode["images"] = _images(ctx)
     episode["seconds"] = _seconds(ctx, graph)
-    tasks = _tasks(ctx)
+    tasks = ctx.task_count()
     episodes = None if tasks is None else tasks * ctx.spec.rollout.samples_per_task
     run = {name: episode[name].times(episodes) for name in COSTS.values()}
     run["seconds"] = _run_seconds(ctx.spec, episode["seconds"], episodes)
@@ -240,13 +239,6 @@ def _run_seconds(spec: EpisodeSpec, one: Bound, episodes: int | None) -> Bound:
         return one.times(episodes)
     live = spec.rollout.live_episodes or 2 * spec.rollout.concurrency
     return Bound(one.most * min(-(-episodes // live), UNBOUNDED), one.by)
-
-
-def _tasks(ctx: CheckContext) -> int | None:
-    try:
-        return count_tasks(ctx.loaded)
-    except SpecError:
-        return None  # `tasks.unreadable` says it
 
 
 OVER_BUDGET = "budget.exceeded"

@@ -5,9 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from engine.errors import SpecError
 from engine.plugins.difficulty.spec import DifficultySpec
-from engine.spec.tasks import count_tasks
 from engine.validate.context import CheckContext
 from engine.validate.registry import Finding, rule
 
@@ -30,10 +28,7 @@ def _why(ctx: CheckContext, section: DifficultySpec) -> str | None:
         return f"no tasks are drawn with `train.kind: {train.kind}`"
     if train.epochs is not None or ctx.spec.tasks.mix is not None:
         return None
-    try:
-        tasks = count_tasks(ctx.loaded)
-    except (SpecError, OSError):
-        return None  # `tasks.unreadable` reports it
+    tasks = ctx.task_count()
     draws = train.steps * train.tasks_per_step * (train.max_sampling_rounds if train.dynamic_sampling else 1)
     if not tasks:
         return None

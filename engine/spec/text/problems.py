@@ -7,7 +7,7 @@ held the key, so that a key of the same name in another section is not touched.
 from __future__ import annotations
 
 import typing
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -221,7 +221,8 @@ def _wrong(faults: list[_Fault], document: Document) -> Diagnostic:
     fix: str | None = None
     if isinstance(value, str) and (options or name is not None):
         fix = (missing(name.point, value) if name is not None else None) or _nearest(value, options)
-    fix = fix or _type_fix(faults, value, str(path[-1]) if path else "")
+    key = str(path[-1]) if path else ""
+    fix = fix or next((words for fault in faults for words in _type_fixes(fault, value, key) if words), None)
     return Diagnostic(rule, "error", message, fix, document.origin(path, key=faults[0].spot.key), path)
 
 
@@ -278,14 +279,6 @@ def describe(annotation: Any, *, plural: bool = False) -> str:
     if origin is typing.Literal:
         return " or ".join(map(str, args))
     return ""
-
-
-def _type_fix(faults: Iterable[_Fault], value: Any, key: str) -> str | None:
-    for fault in faults:
-        fix = next((words for words in _type_fixes(fault, value, key) if words), None)
-        if fix:
-            return fix
-    return None
 
 
 def _type_fixes(fault: _Fault, value: Any, key: str) -> Iterator[str | None]:

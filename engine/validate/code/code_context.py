@@ -96,16 +96,12 @@ class CodeContext:
         if use not in self._entries:
             if len(self._entries) == MAX_ENTRIES:
                 raise WorkLimitError
+            imports = self.loaded.access.imports and not (self.apart and use in self.isolated)
             try:
-                self._entries[use] = self._find(use)
+                self._entries[use] = load_entry(use, self.loaded.base) if imports else self.sources.entry(use)
             except EntryError as error:
                 self._entries[use] = error
         return self._entries[use]
-
-    def _find(self, use: str) -> Any:
-        if self.loaded.access.imports and not (self.apart and use in self.isolated):
-            return load_entry(use, self.loaded.base)
-        return self.sources.entry(use)
 
     @cached_property
     def sources(self) -> Sources:

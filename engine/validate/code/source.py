@@ -377,16 +377,10 @@ def is_closed(tree: ast.Module) -> bool:
 def bound_names(body: Sequence[ast.stmt]) -> Iterator[str]:
     """Names that statements bind, those of nested blocks too; not those of functions and classes."""
     for statement in body:
-        if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            yield statement.name
-            continue
-        if isinstance(statement, ast.Import | ast.ImportFrom):
-            yield from (item.asname or item.name.partition(".")[0] for item in statement.names)
-            continue
         for node in _shallow(statement):
             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store | ast.Del):
                 yield node.id
-            elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            elif isinstance(node, Def):
                 yield node.name
             elif isinstance(node, ast.Import | ast.ImportFrom):
                 yield from (item.asname or item.name.partition(".")[0] for item in node.names)
@@ -402,7 +396,7 @@ def _shallow(statement: ast.stmt) -> Iterator[ast.AST]:
     while waiting:
         node = waiting.pop()
         yield node
-        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
+        if not isinstance(node, Def | ast.Lambda):
             waiting += ast.iter_child_nodes(node)
 
 
@@ -533,14 +527,8 @@ def is_function_environment(node: ast.AST | None) -> bool:
 
 def has_yield(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
     """Whether a function is a generator."""
-    waiting: list[ast.AST] = [*node.body]
-    while waiting:
-        item = waiting.pop()
-        if isinstance(item, ast.Yield | ast.YieldFrom):
-            return True
-        if not isinstance(item, Def | ast.Lambda):
-            waiting += ast.iter_child_nodes(item)
-    return False
+    nodes = (item for statement in node.body for item in _shallow(statement))
+    return any(isinstance(item, ast.Yield | ast.YieldFrom) for item in nodes)
 
 
 def class_attribute(node: ast.ClassDef, name: str) -> ast.expr | None:
