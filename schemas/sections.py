@@ -318,10 +318,10 @@ def written(spec: SectionOwner) -> frozenset[str]:
     return frozenset(face.name for face in plugins if any(section.use in uses for section in face.sections))
 
 
-def written_entries(spec: SectionOwner, point: str) -> list[Any]:
-    """What the plugins whose sections a spec has add to a point, in the order of the plugins."""
+def written_actions(spec: SectionOwner) -> list[Any]:
+    """The actions of the plugins whose sections a spec has, in the order of the plugins."""
     names, plugins = written(spec), plugin.installed().plugins.values()
-    return [plugin.load(use) for face in plugins if face.name in names for use in getattr(face, point).values()]
+    return [plugin.load(use) for face in plugins if face.name in names for use in face.actions.values()]
 
 
 def used_plugins(spec: SectionOwner) -> frozenset[str]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 from engine.plugin import load
 from engine.schemas.base import Struct
-from engine.schemas.sections import written_entries
+from engine.schemas.sections import written_actions
 
 if TYPE_CHECKING:
     from engine.schemas.episode import EpisodeSpec
@@ -78,5 +78,5 @@ class Room:
 
 def rooms_of(spec: EpisodeSpec, template: ChatTemplate) -> list[Room]:
     """The rooms of the plugins whose sections a spec has."""
-    actions: list[ActionFacts] = written_entries(spec, "actions")
+    actions: list[ActionFacts] = written_actions(spec)
     return [load(facts.makes_room)(spec, template) for facts in actions if facts.makes_room]

@@ -22,7 +22,7 @@ from engine.machine.presets import PRESETS
 from engine.plugin import load
 from engine.schemas.base import Struct
 from engine.schemas.machine import MachineSpec, StateSpec, TransitionSpec
-from engine.schemas.sections import written_entries
+from engine.schemas.sections import written_actions
 from engine.spec.text.diagnostic import DataPath, Diagnostic
 
 if TYPE_CHECKING:
@@ -169,7 +169,7 @@ def _nearest(name: str, machine: ResolvedMachine) -> str:
 def resolved_machine(spec: EpisodeSpec) -> ResolvedMachine:
     """Resolve a spec's machine, with the states that sections of plugins ask for."""
     machine = resolve_machine(spec.machine)
-    for facts in written_entries(spec, "actions"):
+    for facts in written_actions(spec):
         if facts.rewrites_machine:
             machine = load(facts.rewrites_machine)(spec, machine)
     return machine

@@ -64,13 +64,12 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 class Resolver:
     """Puts one spec's tree together and gathers what is wrong on the way."""
 
-    def __init__(self, environ: AbcMapping[str, str] | None = None, access: Access | None = None) -> None:
+    def __init__(self, access: Access | None = None) -> None:
         self.problems: list[Diagnostic] = []
         self.variables: dict[str, str] = {}
         """Environment variables that were read."""
         self.sources: dict[str, str] = {}
         """Text of every file that was read, by the name that origins use."""
-        self._environ = os.environ if environ is None else environ
         self._access = access or Access()
         self._merged: dict[Path, Mapping | None] = {}
         self._bytes = 0
@@ -293,9 +292,9 @@ class Resolver:
             self._problem("spec.env", message, "write `${NAME}` or `${NAME:default}`; a literal `${` is `$${`", at)
             return match[0]
         used.append(f"${{{name}}}")
-        if name in self._environ:
-            self.variables[name] = self._environ[name]
-            return self._environ[name]
+        if name in os.environ:
+            self.variables[name] = os.environ[name]
+            return os.environ[name]
         if not colon:
             fix = f"set it, or give a default: `${{{name}:default}}`"
             self._problem("spec.env-unset", f"the environment variable `{name}` is not set", fix, at)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from engine.actions.facts import ACTIONS
 from engine.limits import COUNTERS, EPISODE_SECONDS, limit_values, limits_of
@@ -94,12 +94,13 @@ class MachineContext(CodeContext):
         """The reachable states with an action."""
         return [name for name, state in self.states.items() if name in self.reachable and state.action == action]
 
-    def speaking(self, role: Literal["user", "tool"]) -> list[str]:
-        """The reachable states whose action adds a message of a role."""
+    @cached_property
+    def calling(self) -> list[str]:
+        """The reachable states whose action adds messages of role `tool`."""
         return [
             name
             for name, state in self.states.items()
-            if name in self.reachable and (facts := ACTIONS.get(str(state.action))) and facts.speaks == role
+            if name in self.reachable and (facts := ACTIONS.get(str(state.action))) and facts.speaks == "tool"
         ]
 
     @cached_property
@@ -128,7 +129,8 @@ class MachineContext(CodeContext):
         live: list[ResolvedTransition] = []
         for edge in self.machine.transitions:
             group = (edge.source, edge.trigger)
-            if group not in settled and _can_happen(edge, self.may_happen):
+            events = self.may_happen.get(edge.source, ())  # none: it is final, or does not exist
+            if group not in settled and (events is None or edge.trigger in events):
                 live.append(edge)
                 if edge.conditions is None:
                     settled.add(group)
@@ -231,13 +233,6 @@ def _closure(starts: Iterable[str], steps: Iterable[tuple[str, str]]) -> frozens
         reached |= new
         waiting += new
     return frozenset(reached)
-
-
-def _can_happen(edge: ResolvedTransition, events: Mapping[str, frozenset[str] | None]) -> bool:
-    if edge.source not in events:
-        return False  # a final state, or one that does not exist
-    events_there = events[edge.source]
-    return events_there is None or edge.trigger in events_there
 
 
 SHOWN = 12

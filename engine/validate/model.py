@@ -156,7 +156,7 @@ def no_tool_role(ctx: CheckContext) -> Iterator[Finding]:
     shown = _shown(ctx)
     if shown is None or shown.results or ctx.spec.model.tool_role == "user":
         return
-    if ctx.speaking("tool") and (ctx.spec.tools or ctx.spec.environment):
+    if ctx.calling and (ctx.spec.tools or ctx.spec.environment):
         message = f"the chat template of `{ctx.spec.model.path}` does not show messages of role `tool`"
         yield Finding(
             message, ("model", "tool_role"), "set `model.tool_role: user`: results are shown as a user's words"

@@ -111,7 +111,7 @@ def tools_not_called(ctx: CheckContext) -> Iterator[Finding]:
     """`tool_calls` leads to a state with the action `step`, and no state runs them. An environment whose code reads
     `view.calls` may answer calls itself."""
     environment = ctx.spec.environment
-    if environment is None or environment.facts is not None or ctx.speaking("tool"):
+    if environment is None or environment.facts is not None or ctx.calling:
         return
     steps = [
         edge.dest

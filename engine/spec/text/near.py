@@ -30,10 +30,10 @@ def near_or_known(name: str, known: Sequence[str], cutoff: float = 0.6, what: st
     return f"did you mean `{near}`?" if near else f"{what}: {listed(known) or 'none'}"
 
 
-def listed(names: Sequence[str], most: int = LISTED) -> str:
+def listed(names: Sequence[str]) -> str:
     """`a, b, c`, the first few of many."""
-    shown = ", ".join(short(name) for name in names[:most])
-    return f"{shown} and {len(names) - most:,} more" if len(names) > most else shown
+    shown = ", ".join(short(name) for name in names[:LISTED])
+    return f"{shown} and {len(names) - LISTED:,} more" if len(names) > LISTED else shown
 
 
 def short(text: str) -> str:
