@@ -264,7 +264,7 @@ def turns_in_sum(ctx: CheckContext) -> Iterator[Finding]:
         if item.role == "scorer":
             continue
         text = ctx.code_text(item.entry.use)
-        if text is not None and {"rewards", "RewardEvent"} & written_names(text.definition.module.text).texts:
+        if text is not None and {"rewards", "RewardEvent"} & written_names(text.definition.module).texts:
             message = (
                 f"`{item.entry.use}` may reward single turns, and `{credit.method}` reads only the sum of the "
                 "episode's rewards"

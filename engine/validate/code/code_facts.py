@@ -340,7 +340,7 @@ def _is_ours(definition: Definition) -> bool:
         if not isinstance(inner, ast.expr):
             return False
         mark = inner
-    for item in definition.module.text.bindings.get(mark.id, ()):
+    for item in definition.module.bindings.get(mark.id, ()):
         names = [alias.name for alias in item.names] if isinstance(item, ast.Import) else []
         names += [item.module or ""] if isinstance(item, ast.ImportFrom) else []
         if any(name.startswith("engine.environments") for name in names):

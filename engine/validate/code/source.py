@@ -43,9 +43,11 @@ _OPENING = frozenset({"globals", "locals", "vars", "exec", "eval", "setattr", "_
 """Names that let a module have attributes that its text does not bind."""
 
 
-class ModuleText(Struct, frozen=True, kw_only=True, eq=False):
+class Module(Struct, frozen=True, kw_only=True, eq=False):
     """What the text of a module says."""
 
+    name: str
+    file: Path
     tree: ast.Module
     names: frozenset[str]
     """Names that its text binds."""
@@ -55,14 +57,6 @@ class ModuleText(Struct, frozen=True, kw_only=True, eq=False):
     """The top-level statements that bind each name; those under `if TYPE_CHECKING:` count as top-level."""
     changed: frozenset[str]
     """Names that functions bind with `global`, and names whose attributes the module sets."""
-
-
-class Module(Struct, frozen=True, kw_only=True, eq=False):
-    """One module that was read."""
-
-    name: str
-    file: Path
-    text: ModuleText
 
     @property
     def is_package(self) -> bool:
@@ -139,14 +133,14 @@ class Sources:
         """
         name, parts = parse_entry(use)
         file = self._files.find(name, use)
-        text = None if file is None else read_module(file, name)
-        if file is None or text is None:
+        module = None if file is None else read_module(file, name)
+        if file is None or module is None:
             return NotImported(use)
-        module = self._modules[name] = Module(name=name, file=file, text=text)
+        self._modules[name] = module
         first = parts[0]
         submodule = module.is_package and has_submodule(file.parent, first)
-        if text.closed and first not in text.names and first not in _IMPLICIT and not submodule:
-            raise EntryError(f"`{name}` has no `{first}`{nearest_attribute(first, sorted(text.names))}")
+        if module.closed and first not in module.names and first not in _IMPLICIT and not submodule:
+            raise EntryError(f"`{name}` has no `{first}`{nearest_attribute(first, sorted(module.names))}")
         definition = self._named(module, first)
         for index, part in enumerate(parts[1:], start=1):
             if not isinstance(definition, Definition) or not isinstance(definition.node, ast.ClassDef):
@@ -188,10 +182,10 @@ class Sources:
         return None
 
     def _named(self, module: Module, name: str, steps: int = 0) -> Found:
-        if steps > MAX_STEPS or name in module.text.changed:
+        if steps > MAX_STEPS or name in module.changed:
             return None
-        statements = module.text.bindings.get(name, ())
-        if not statements and name not in module.text.names and hasattr(builtins, name):
+        statements = module.bindings.get(name, ())
+        if not statements and name not in module.names and hasattr(builtins, name):
             return External(name=f"builtins.{name}")
         if len(statements) != 1:
             return None
@@ -228,7 +222,7 @@ class Sources:
         module = self.module(name)
         if module is None:
             return External(name=f"{name}.{attribute}")
-        if attribute in module.text.names:
+        if attribute in module.names:
             return self._named(module, attribute, steps)
         if module.is_package and has_submodule(module.file.parent, attribute):
             return ModuleName(name=f"{name}.{attribute}")
@@ -240,8 +234,7 @@ class Sources:
             try:
                 file = self._files.find(name, name)
                 small = file is not None and file.stat().st_size <= LARGEST_FOLLOWED
-                text = read_module(file, name) if file is not None and small else None
-                self._modules[name] = None if file is None or text is None else Module(name=name, file=file, text=text)
+                self._modules[name] = read_module(file, name) if file is not None and small else None
             except (EntryError, OSError):
                 self._modules[name] = None
         return self._modules.get(name)
@@ -252,7 +245,7 @@ class Sources:
         Own are modules below the spec's folder or the current one, outside of what is installed, and the engine's
         environments.
         """
-        for node in ast.walk(module.text.tree):
+        for node in ast.walk(module.tree):
             names = [item.name for item in node.names] if isinstance(node, ast.Import) else []
             if isinstance(node, ast.ImportFrom) and (source := _absolute(module, node)):
                 names = [source, *(f"{source}.{item.name}" for item in node.names)]
@@ -302,31 +295,31 @@ def inside(owner: Definition, name: str) -> Definition | None:
 # ---- the text of a module
 
 
-def read_module(file: Path, module: str) -> ModuleText | None:
-    """The module's text; None where it is too large to be read, or cannot be.
+def read_module(file: Path, name: str) -> Module | None:
+    """The module; None where it is too large to be read, or cannot be.
 
     Raises:
         EntryError: it is no Python.
     """
     try:
         status = file.stat()
-        text = _parse(str(file), status.st_mtime_ns, status.st_size)
+        module = _parse(file, name, status.st_mtime_ns, status.st_size)
     except OSError:
         return None
-    if isinstance(text, SyntaxError):
-        raise EntryError(f"importing `{module}` failed at {text.filename}:{text.lineno}: SyntaxError: {text}")
-    return text
+    if isinstance(module, SyntaxError):
+        raise EntryError(f"importing `{name}` failed at {module.filename}:{module.lineno}: SyntaxError: {module}")
+    return module
 
 
 @lru_cache(maxsize=256)
-def _parse(file: str, changed: int, size: int) -> ModuleText | SyntaxError | None:
-    data = Access(roots=(Path(file).resolve().parent,)).read(Path(file), LARGEST) if size <= LARGEST else None
+def _parse(file: Path, name: str, changed: int, size: int) -> Module | SyntaxError | None:
+    data = Access(roots=(file.resolve().parent,)).read(file, LARGEST) if size <= LARGEST else None
     if data is None:
         return None
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # warnings quote the line
-            tree = ast.parse(data, filename=file)
+            tree = ast.parse(data, filename=str(file))
     except SyntaxError as error:
         return error
     except (ValueError, RecursionError, MemoryError):
@@ -343,11 +336,17 @@ def _parse(file: str, changed: int, size: int) -> ModuleText | SyntaxError | Non
     patched |= {item.id for item in given if isinstance(item, ast.Name)}
     bindings: dict[str, list[ast.stmt]] = {}
     for statement in _statements(tree.body):
-        for name in dict.fromkeys(bound_names([statement])):
-            bindings.setdefault(name, []).append(statement)
+        for bound in dict.fromkeys(bound_names([statement])):
+            bindings.setdefault(bound, []).append(statement)
     names = frozenset(bindings) | declared
-    return ModuleText(
-        tree=tree, names=names, closed=is_closed(tree), bindings=bindings, changed=frozenset(declared | patched)
+    return Module(
+        name=name,
+        file=file,
+        tree=tree,
+        names=names,
+        closed=is_closed(tree),
+        bindings=bindings,
+        changed=frozenset(declared | patched),
     )
 
 
@@ -441,7 +440,7 @@ def _type_of(definition: Definition, sources: Sources, types: dict[ast.AST, type
     """Return an empty class with the same bases, so that Python orders them, and whether all of them are known."""
     node = definition.node
     assert isinstance(node, ast.ClassDef)
-    complete = steps <= MAX_STEPS and node.name not in definition.module.text.changed and _is_plain(node)
+    complete = steps <= MAX_STEPS and node.name not in definition.module.changed and _is_plain(node)
     bases: list[type] = []
     for item in node.bases if steps <= MAX_STEPS else ():
         base = sources.resolve(item.value if isinstance(item, ast.Subscript) else item, definition.module)

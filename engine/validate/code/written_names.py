@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.actions.facts import ACTIONS
 from engine.schemas.base import Struct
-from engine.validate.code.source import Module, ModuleText, last_name, lineage
+from engine.validate.code.source import Module, last_name, lineage
 
 if TYPE_CHECKING:
     from engine.validate.context import CheckContext
@@ -49,9 +49,9 @@ ANY_NAME = WrittenNames(other_facts=True, other_rewards=True)
 
 
 @lru_cache(maxsize=256)
-def written_names(text: ModuleText) -> WrittenNames:
+def written_names(module: Module) -> WrittenNames:
     """Return what one module writes."""
-    nodes = list(ast.walk(text.tree))
+    nodes = list(ast.walk(module.tree))
     texts = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
     texts |= {node.arg for node in nodes if isinstance(node, ast.keyword) and node.arg}
     values = _Values(nodes)
@@ -205,7 +205,7 @@ def _names_of(ctx: CheckContext, use: str, role: str) -> WrittenNames:
             return ANY_NAME
         if module.name not in seen:
             seen.add(module.name)
-            names |= written_names(module.text)
+            names |= written_names(module)
             waiting += ctx.sources.own_imports(module)
     return names
 
