@@ -8,7 +8,7 @@ from engine.actions.facts import seconds_of
 from engine.spec.text.diagnostic import DataPath
 from engine.validate.context import CheckContext
 from engine.validate.registry import Finding, rule
-from engine.validate.worst_case import COUNTS, context_bound, most_counts
+from engine.validate.worst_case import COUNTS, context_bound, key_of, most_counts
 
 
 @rule("limits.contradiction", "error", "one limit contradicts another")
@@ -18,12 +18,7 @@ def contradiction(ctx: CheckContext) -> Iterator[Finding]:
     turn: DataPath = ("limits", "turn_tokens")
     bound = context_bound(ctx)
     if bound.most is not None and limits.turn_tokens >= bound.most:
-        others: dict[str, DataPath] = {
-            "limits.episode_tokens": ("limits", "episode_tokens"),
-            "model.context": ("model", "context"),
-        }
-        path = turn if ctx.written(*turn) else others.get(bound.by, turn)
-        path = path if ctx.written(*path) else turn
+        path = next((key for key in (turn, key_of(bound.by, turn)) if ctx.written(*key)), turn)
         message = (
             f"a turn may have {limits.turn_tokens} tokens, and the whole sequence, prompt included, "
             f"{bound.most:.0f} ({bound.by})"

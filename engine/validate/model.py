@@ -26,7 +26,7 @@ from engine.validate.model_files import ModelFiles, model_files, read_bytes
 from engine.validate.registry import Finding, rule
 from engine.validate.templates import Shown, rendered, shown
 from engine.validate.tools import tools_at
-from engine.validate.worst_case import context_bound, count_bound
+from engine.validate.worst_case import context_bound, count_bound, key_of
 
 CHARACTER = 0.5
 """Work units for counting the tokens of one character."""
@@ -336,11 +336,10 @@ def prompt_too_long(ctx: CheckContext) -> Iterator[Finding]:
             yield Finding(message, ("prompt",), "give another `model.chat_template`")
             return
         if tokens is not None and tokens > room:
-            named = {"limits.episode_tokens": ("limits", "episode_tokens"), "model.context": ("model", "context")}
             turn = f"with a turn of {min(sampled, ctx.spec.limits.turn_tokens)}"
             message = f"the prompt of row {number} has {tokens} tokens: {turn} more than {bound.most:.0f} ({bound.by})"
             yield Finding(
-                message, named.get(bound.by, ("prompt",)), "shorten the prompt or the turn, or allow more tokens"
+                message, key_of(bound.by, ("prompt",)), "shorten the prompt or the turn, or allow more tokens"
             )
             return
 

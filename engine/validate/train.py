@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from engine.schemas.backend import kinds_that_train
+from engine.schemas.backend import changes_distribution, cuts_distribution, kinds_that_train
 from engine.schemas.train import OverlongPenalty, TrainSpec
 from engine.spec.added import missing_sync, spec_facts, trains_backend
 from engine.spec.resolve import published_file, published_names
@@ -20,20 +20,8 @@ from engine.tokens.catalogue import CATALOGUE, MadeEntry
 from engine.validate.context import CheckContext, Option, without_effect
 from engine.validate.registry import Finding, rule
 
-_CUTS = {"top_p": 1.0, "top_k": -1, "min_p": 0.0}
-"""Keys that exclude tokens after the log-probs are computed, and the value that excludes none."""
-_SHIFTS = {
-    "frequency_penalty": 0.0,
-    "presence_penalty": 0.0,
-    "repetition_penalty": 1.0,
-    "logit_bias": {},
-    "min_new_tokens": 0,
-    "json_schema": None,
-    "regex": None,
-    "ebnf": None,
-    "structural_tag": None,
-}
-"""Keys that change the logits before the log-probs are computed, and the value that changes nothing."""
+_GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
+"""Keys of `sampling` whose constraints change the log-probs of tokens."""
 FLOAT32_ON_GPU = (
     "in `float32` a GPU multiplies matrices without its tensor cores (TF32 is off), several times "
     "slower than in `mixed`"
@@ -107,22 +95,21 @@ def greedy(ctx: CheckContext) -> Iterator[Finding]:
 def cut_sampling(ctx: CheckContext) -> Iterator[Finding]:
     """`top_p`, `top_k` and `min_p` exclude tokens after the log-probs are computed."""
     for _ in _sampling(ctx):
-        for key, free in _CUTS.items():
+        for key in cuts_distribution(ctx.spec.sampling):
             value = getattr(ctx.spec.sampling, key)
-            if value not in (None, free) and not (key == "top_k" and value <= 0):
-                message = f"`{key}: {value}` excludes tokens that the log-probs include, so gradients are biased"
-                yield Finding(message, ("sampling", key), "remove it; `train.eval.sampling` can have it")
+            message = f"`{key}: {value}` excludes tokens that the log-probs include, so gradients are biased"
+            yield Finding(message, ("sampling", key), "remove it; `train.eval.sampling` can have it")
 
 
 @rule("train.shifted-sampling", "error", "the trainer cannot recompute the log-probs of sampled tokens")
 def shifted_sampling(ctx: CheckContext) -> Iterator[Finding]:
     """Penalties, a logit bias, a minimum length and grammars change the distribution depending on earlier tokens."""
     for _ in _sampling(ctx):
-        for key, free in _SHIFTS.items():
-            value = getattr(ctx.spec.sampling, key)
-            if value is not None and value != free:
-                message = f"`{key}` changes the probabilities of sampled tokens, and the trainer cannot recompute that"
-                yield Finding(message, ("sampling", key), "remove it; `train.eval.sampling` can have it")
+        sampling = ctx.spec.sampling
+        shifts = [key for key in changes_distribution(sampling) if key != "temperature"]
+        for key in (*shifts, *(key for key in _GRAMMARS if getattr(sampling, key) is not None)):
+            message = f"`{key}` changes the probabilities of sampled tokens, and the trainer cannot recompute that"
+            yield Finding(message, ("sampling", key), "remove it; `train.eval.sampling` can have it")
 
 
 @rule("train.nothing-to-learn", "error", "every advantage would be 0")

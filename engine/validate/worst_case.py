@@ -280,7 +280,7 @@ def over_budget(loaded: LoadedSpec, worst: WorstCase, budget: Mapping[str, float
         bound = worst.run[COSTS[name]]
         if bound.most is not None and bound.most <= most:
             continue
-        path = _path(bound.by)
+        path = key_of(bound.by, ("limits",))
         if bound.most is None:
             message = f"the run's {name} are not bounded: {bound.by}; the budget is {most:,.0f}"
         else:
@@ -290,7 +290,7 @@ def over_budget(loaded: LoadedSpec, worst: WorstCase, budget: Mapping[str, float
     return diagnostics
 
 
-def _path(by: str) -> DataPath:
-    """The first key that a bound names; `limits` if it names none."""
+def key_of(by: str, default: DataPath) -> DataPath:
+    """The first key of the spec that the words of a bound name."""
     words = [word.strip("`") for word in by.split()]
-    return next((tuple(word.split(".")) for word in words if word.count(".") == 1), ("limits",))
+    return next((tuple(word.split(".")) for word in words if word.count(".") == 1), default)
