@@ -23,7 +23,7 @@ it. The adapters for TRL, verl, SkyRL and AReaL override methods of these traine
 _RAN = """
 ## What ran, and what was read
 
-*ran*: the trainer's own code with the engine's, on a CPU. *scripted*: the same, but a script replies in place of the trainer's model servers. *read*: only the source was read, as of the trainers without a line. Advantages by token were compared
+*ran*: the trainer's own code with the engine's, on a CPU. *scripted*: the same, but a script replies in place of the trainer's model servers. *read*: only the source was read. The last rows of each trainer's table say which; trainers without them were only read. Advantages by token were compared
 on 64 recorded episodes (48 with one row in groups of different sizes, 16 with two) to 1e-6, and log-probs with images to 1e-5.
 
     pip install -c constraints.txt -e '.[dev,train]'
@@ -52,12 +52,7 @@ def trainers_page() -> str:
         marks = [_MARKS[TRAINERS[name].things[thing].status] for name in names]
         lines.append(f"| {about} | " + " | ".join(marks) + " |")
     text = _HEAD + "\n".join(lines) + "\n"
-    text += _RAN + "| trainer | " + " | ".join(PARTS.values()) + " | tests |\n" + "|---" * (len(PARTS) + 2) + "|\n"
-    for name, parts in EVIDENCE.items():
-        tests = dict.fromkeys(file for evidence in parts.values() for file in evidence.tests)
-        tests |= dict.fromkeys(tests_of[name] for _, tests_of in CELLS.values())
-        cells = [f"*{evidence.seen}*: {evidence.how}" for evidence in parts.values()]
-        text += f"| `{name}` | {' | '.join(cells)} | {', '.join(f'`{file}`' for file in tests)} |\n"
+    text += _RAN
     text += _INSTALLED
     for name, installed in INSTALLED.items():
         resolved = "yes" if installed.resolved else "no"
@@ -77,7 +72,18 @@ def trainers_page() -> str:
             if thing not in common:
                 carried = trainer.things[thing]
                 text += f"| {about} | {_MARKS[carried.status]} | {carried.how} |\n"
+        if name in EVIDENCE:
+            text += _evidence(name)
         notes = Path(__file__).parent / "trainer_notes" / f"{name}.md"
         if notes.exists():
             text += "\n" + notes.read_text(encoding="utf-8")
     return text
+
+
+def _evidence(name: str) -> str:
+    """The rows about what ran of an adapter, and its tests."""
+    parts = EVIDENCE[name]
+    tests = dict.fromkeys(file for evidence in parts.values() for file in evidence.tests)
+    tests |= dict.fromkeys(tests_of[name] for _, tests_of in CELLS.values())
+    rows = [f"| {PARTS[part]} | *{evidence.seen}* | {evidence.how} |\n" for part, evidence in parts.items()]
+    return "".join(rows) + f"\nTests: {', '.join(f'`{file}`' for file in tests)}.\n"
