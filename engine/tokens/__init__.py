@@ -14,8 +14,8 @@
     toolcalls/        tool calls that are written as text, one class per format
     tokenizer.py      a tokenizer, called directly (plain_tokenizer.py, byte_level.py), and text that only spells special tokens
     jinja.py          templates compiled as transformers does; jinja_source.py, for quoted text too
-    vision.py         how images become tokens (images.py); pixels.py and pixel_pool.py scale them, in processes
-    vision_families.py what differs between models with images: processors, and tokens of an image from its size alone
+    vision.py         how images become tokens (images.py); pixels.py scales them, in processes too
+    vision_families.py  what differs between models with images: processors, and tokens of an image from its size alone
     image_bank.py     the images of a run by digest
     catalogue.py      models that have a name here
 

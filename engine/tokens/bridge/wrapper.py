@@ -3,12 +3,12 @@
 A `Wrapper` gives what it writes around new messages, and a `ReplyText` what it writes for a reply. Both are made in check.py, once
 probes have shown that the template copies these texts.
 
-A wrapper takes only contents without `<`, because a template could look for tags. Text beyond an added token is kept as ids, because
-a tokenizer splits text at the tokens that `FastTokenizer.borders` gives before it does anything else. A reply with a text that the template's source
-looks for has no `ReplyText`.
+A wrapper takes only contents without `<`, because a template could look for tags. Text beyond an added token is kept as ids,
+because a tokenizer splits text at the tokens that `FastTokenizer.borders` gives before it does anything else. A reply with a text
+that the template's source looks for has no `ReplyText`.
 
 The reply's sampled tokens are kept as they are, canonical or not. White space in what was sampled may differ from what the
-template would write (it trims contents, and spaces its JSON); any other difference begins a branch (`remainder`).
+template would write (it trims contents, and spaces its JSON); any other difference begins a branch (`remainder`; for a whole tape `end_in`).
 """
 
 from __future__ import annotations
