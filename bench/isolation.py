@@ -18,7 +18,7 @@ from pathlib import Path
 from engine.actions.calling.host import CodeOrigin
 from engine.actions.calling.workers import Workers, call_spec_code
 from engine.environments.tools.calculator import calculate
-from engine.plugins.isolation.pool import Isolation
+from engine.plugins.isolation.host import Isolation
 from engine.plugins.isolation.workers import Worker
 from engine.schemas.entry import IsolationSpec
 

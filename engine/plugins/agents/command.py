@@ -231,10 +231,10 @@ class _Keeper:
             )
         self._control = MessageSocket(mine)
 
-    def start(self, program: Mapping[str, Any], own: int, output: int) -> None:
+    def start(self, program: Mapping[str, Any], reports: int, output: int) -> None:
         """Have a program started, with its guard's socket and its output."""
         with self._lock:
-            self._control.send(program, [own, output])
+            self._control.send(program, [reports, output])
 
 
 _kept: list[_Keeper] = []
@@ -252,10 +252,10 @@ def _keeper() -> _Keeper:
 def _kill_marked(mark: bytes) -> None:
     """Kill every process that has a mark in its environment, until there is none."""
     for _ in range(100):
-        found = [int(path.parent.name) for path in Path("/proc").glob("[0-9]*/environ") if _has(path, mark)]
-        for pid in found:
+        pids = [int(path.parent.name) for path in Path("/proc").glob("[0-9]*/environ") if _has(path, mark)]
+        for pid in pids:
             send_signal(pid)
-        if not found:
+        if not pids:
             return
 
 

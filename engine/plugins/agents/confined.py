@@ -203,8 +203,8 @@ def confine(
 
 def _readable(settings: AgentSandbox, base: Path) -> list[Path]:
     """What the program may read besides the system's programs and the spec's folder."""
-    found = [Path(sys.prefix).resolve()] if sys.prefix != sys.base_prefix else []
-    return list(dict.fromkeys([*found, *(Path(base, path).resolve() for path in settings.read)]))
+    environment = [Path(sys.prefix).resolve()] if sys.prefix != sys.base_prefix else []
+    return list(dict.fromkeys([*environment, *(Path(base, path).resolve() for path in settings.read)]))
 
 
 def _hidden(base: Path, readable: Sequence[Path], private: set[Path]) -> Iterator[Path]:

@@ -347,7 +347,7 @@ class Admission:
         connection.held += count
         if connection.held <= MAX_WAITING_BYTES // MAX_OF_KEY or connection.key is None:
             return
-        if sum(each.held for each in self._keys[connection.key]) > MAX_WAITING_BYTES:
+        if sum(other.held for other in self._keys[connection.key]) > MAX_WAITING_BYTES:
             text = f"more than {MAX_WAITING_BYTES >> 20} MiB with this key wait for their answers: send fewer at a time"
             raise ApiError(text, status=429, code="too_many_bytes")
 
@@ -358,7 +358,7 @@ class Admission:
 
     def tick(self) -> None:
         """Count a second, and close the connections whose time has passed."""
-        everyone = [each for group in (*self._peers.values(), *self._keys.values()) for each in group]
+        everyone = [connection for group in (*self._peers.values(), *self._keys.values()) for connection in group]
         self._timer = asyncio.get_running_loop().call_later(1.0, self.tick) if everyone else None
         for connection in everyone:
             if connection.patience is not None:
@@ -376,7 +376,7 @@ class Admission:
 
     def _close_oldest(self, group: Iterable[Connection]) -> bool:
         """Close the oldest connection of a group that waits for a request, or has no known key; False if there is none."""
-        oldest = next((each for each in group if each.waits or each.key is None), None)
+        oldest = next((connection for connection in group if connection.waits or connection.key is None), None)
         if oldest is not None:
             log.warning("too many connections: the oldest one without a request is closed", peer=oldest.peer)
             self.remove(oldest)

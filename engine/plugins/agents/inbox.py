@@ -96,25 +96,25 @@ class Inbox:
         if self._over is not None:
             raise self._over
         name = sha256(path.encode() + b"\0" + body).hexdigest()
-        own = headers.get(IDEMPOTENCY_KEY, "")
-        known = self._known.get(f"key {own}") if own else None
-        if known is not None and known.body != name:
-            raise ApiError(f"another request had the {IDEMPOTENCY_KEY} {own!r}", code="idempotency_key_reused")
-        if known is None and headers.get(RETRY_COUNT, "0") != "0":
-            known = self._known.get(name)
-        if known is None:
-            known = Exchange(request, name, asyncio.get_running_loop().create_future(), lost=self._lost)
-            known.answer.add_done_callback(lambda done: done.cancelled() or done.exception())
-            self._known[name] = known
-            if own:
-                self._known[f"key {own}"] = known
-            self.waiting.append(known)
+        retry_key = headers.get(IDEMPOTENCY_KEY, "")
+        exchange = self._known.get(f"key {retry_key}") if retry_key else None
+        if exchange is not None and exchange.body != name:
+            raise ApiError(f"another request had the {IDEMPOTENCY_KEY} {retry_key!r}", code="idempotency_key_reused")
+        if exchange is None and headers.get(RETRY_COUNT, "0") != "0":
+            exchange = self._known.get(name)
+        if exchange is None:
+            exchange = Exchange(request, name, asyncio.get_running_loop().create_future(), lost=self._lost)
+            exchange.answer.add_done_callback(lambda done: done.cancelled() or done.exception())
+            self._known[name] = exchange
+            if retry_key:
+                self._known[f"key {retry_key}"] = exchange
+            self.waiting.append(exchange)
             if self.on_request is not None:
-                self.on_request(known)
+                self.on_request(exchange)
             self.woken.set()
-        known.readers += 1
-        self._unheard.pop(known, None)
-        return known
+        exchange.readers += 1
+        self._unheard.pop(exchange, None)
+        return exchange
 
     def count(self, request: ModelRequest) -> int:
         """Count the tokens of the prompt that a request leads to; it is not answered.

@@ -89,22 +89,22 @@ def _serve() -> None:
         if programs is None:
             return
         for program in programs:
-            own, output = control.descriptors.popleft(), control.descriptors.popleft()
+            reports, output = control.descriptors.popleft(), control.descriptors.popleft()
             try:
                 pid = os.fork()
             except OSError as error:
-                os.write(own, json.dumps({"error": str(error)}).encode() + b"\n")
+                os.write(reports, json.dumps({"error": str(error)}).encode() + b"\n")
                 pid = -1
             if pid == 0:
                 control.socket.close()
                 for other in control.descriptors:
                     os.close(other)
-                _guard(program, own, output)
-            os.close(own)
+                _guard(program, reports, output)
+            os.close(reports)
             os.close(output)
 
 
-def _guard(program: dict[str, Any], own: int, output: int) -> NoReturn:
+def _guard(program: dict[str, Any], reports: int, output: int) -> NoReturn:
     """Start a program, and kill what is left of it at its end."""
     try:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -119,22 +119,22 @@ def _guard(program: dict[str, Any], own: int, output: int) -> NoReturn:
             _become(program, output, theirs.fileno())
         os.close(output)
         theirs.close()
-        _say(own, pid=pid)
+        _say(reports, pid=pid)
         status, keeper, full = None, os.getppid(), False
         folder, poll = SentFolder(ours), _LOOK if "files" in program else _POLL
         while status is None:
-            ready, _, _ = select.select([own, wake], [], [], poll)
+            ready, _, _ = select.select([reports, wake], [], [], poll)
             if "files" in program:
                 full = folder.files() > program["files"]
             if wake in ready:
                 os.read(wake, 4096)
                 status = _reap(pid)
-            if own in ready or full or os.getppid() != keeper:
+            if reports in ready or full or os.getppid() != keeper:
                 break
         send_signal(pid, group=True)
         left = _kill_all()
         status = left.get(pid, -signal.SIGKILL) if status is None else status
-        _say(own, status=status, full=full, reward=_reward(folder.opened))
+        _say(reports, status=status, full=full, reward=_reward(folder.opened))
     finally:
         os._exit(0)
 
@@ -175,11 +175,11 @@ def _become(program: dict[str, Any], output: int, channel: int) -> NoReturn:
         os._exit(127)
 
 
-def _say(own: int, **message: Any) -> None:
+def _say(reports: int, **message: Any) -> None:
     line = json.dumps(message).encode() + b"\n"
     with contextlib.suppress(OSError):
         while line:
-            line = line[os.write(own, line) :]
+            line = line[os.write(reports, line) :]
 
 
 def _reap(pid: int) -> int | None:
@@ -198,14 +198,14 @@ def _reap(pid: int) -> int | None:
 
 def _kill_all() -> dict[int, int]:
     """Kill all descendants until there is no child; the exit statuses of those that this process waited for."""
-    found: dict[int, int] = {}
+    statuses: dict[int, int] = {}
     deadline = time.monotonic() + _LONGEST
     while time.monotonic() < deadline:
         try:
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-                found[ended[0]] = os.waitstatus_to_exitcode(ended[1])
+                statuses[ended[0]] = os.waitstatus_to_exitcode(ended[1])
         except ChildProcessError:  # an orphan would be a child, so there is no descendant
-            return found
+            return statuses
         stopped: set[int] = set()
         while new := _descendants() - stopped:  # stop them first, so that none starts others
             for pid in new:
@@ -214,7 +214,7 @@ def _kill_all() -> dict[int, int]:
         for pid in stopped:
             send_signal(pid)
         time.sleep(0.001)
-    return found
+    return statuses
 
 
 def _descendants() -> set[int]:
@@ -225,13 +225,13 @@ def _descendants() -> set[int]:
             state, parent = path.read_bytes().rpartition(b")")[2].split()[:2]
             if state not in (b"Z", b"X"):
                 children.setdefault(int(parent), []).append(int(path.parent.name))
-    found, new = set(), [os.getpid()]
+    descendants, new = set(), [os.getpid()]
     while new:
         for child in children.get(new.pop(), ()):
-            if child not in found:
-                found.add(child)
+            if child not in descendants:
+                descendants.add(child)
                 new.append(child)
-    return found
+    return descendants
 
 
 if __name__ == "__main__":

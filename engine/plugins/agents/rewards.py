@@ -62,18 +62,18 @@ def read_posted(body: Any, names: Collection[str], sent: Mapping[str, Sequence[i
     for field in body:
         if field not in _FIELDS:
             raise ApiError(f"`{field}` is not supported: leave it out", param=field)
-    value, name, given = body.get("value"), body.get("name", REWARD), body.get("response_id")
+    value, name, response_id = body.get("value"), body.get("name", REWARD), body.get("response_id")
     if not _is_amount(value):
         raise ApiError(f"`value` must be a finite number of at most {LARGEST:g}", param="value")
     if name not in names:
         raise ApiError(f"no reward is named {name!r}; the spec's agent.reward_names are {_listed(names)}", param="name")
-    if given is None:
+    if response_id is None:
         turns = list(sent.values())[-1] if sent else None
     else:
-        own = f"{episode}-{given.rpartition('-')[2]}" if isinstance(given, str) else ""
-        turns = sent.get(own) if own and given.endswith(own) else None
+        reply_id = f"{episode}-{response_id.rpartition('-')[2]}" if isinstance(response_id, str) else ""
+        turns = sent.get(reply_id) if reply_id and response_id.endswith(reply_id) else None
     if turns is None:
-        what = "no reply was sent yet" if given is None else f"no reply has the id {given!r}"
+        what = "no reply was sent yet" if response_id is None else f"no reply has the id {response_id!r}"
         raise ApiError(what, param="response_id", status=404, code="not_found")
     choice = body.get("choice", 0 if len(turns) == 1 else None)
     if type(choice) is not int or not 0 <= choice < len(turns):

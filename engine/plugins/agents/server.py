@@ -331,10 +331,10 @@ class _Service:
             connection.add(api.fault_event(shown).written())
             await connection.end()
             return
-        made = answer.result()
+        replies = answer.result()
         if not begun:
             connection.begin()
-        for event in api.events(asked, made, session):
+        for event in api.events(asked, replies, session):
             connection.add(event.written())
         await connection.end()
 

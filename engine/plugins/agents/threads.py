@@ -97,13 +97,13 @@ class EchoIndex:
             messages: The messages.
             before: The key of the history before them.
         """
-        found = []
+        keys = []
         for message in messages:
             content = json.dumps(self._content(message), sort_keys=True, ensure_ascii=True)
             digest = sha256(f"{before}\0{content}".encode()).hexdigest()
             before = self._same.get(digest, digest)
-            found.append(before)
-        return found
+            keys.append(before)
+        return keys
 
     def find(self, messages: Sequence[Message], tools: str) -> Continuation:
         """Find where a request continues.
@@ -117,12 +117,12 @@ class EchoIndex:
         for at, (message, key) in enumerate(zip(messages, keys, strict=True)):
             if message.role != "assistant" or key not in self._replies:
                 continue
-            fitting = [known for known in self._replies[key] if message.reasoning in (None, "", known.reasoning)]
+            fitting = [reply for reply in self._replies[key] if message.reasoning in (None, "", reply.reasoning)]
             if not fitting:
                 break  # it has other reasoning than was sampled, so the history from here on is another one
             ids = [call.id for call in message.tool_calls]
             # of replies with one content: the one whose calls have these ids, then one that nothing continues, then the newest
-            parent = max(fitting, key=lambda known: (known.call_ids == ids, not known.continued, known.turn))
+            parent = max(fitting, key=lambda reply: (reply.call_ids == ids, not reply.continued, reply.turn))
             covered = at + 1
         repeated = bool(keys) and (keys[-1], tools) in self._requests
         if parent is None:
@@ -145,15 +145,15 @@ class EchoIndex:
             tools: The key of its tools.
             parent: The turn that it continues.
         """
-        known = None if parent is None else self._turns[parent]
-        keys = self.keys(new, ROOT if known is None else known.key)
-        if known is None:
+        continued = None if parent is None else self._turns[parent]
+        keys = self.keys(new, ROOT if continued is None else continued.key)
+        if continued is None:
             request = Request(key=keys[-1], opening=self._opening(new, keys), length=len(new), tools=tools)
         else:
-            known.continued = True
-            key = keys[-1] if keys else known.key
+            continued.continued = True
+            key = keys[-1] if keys else continued.key
             request = Request(
-                key=key, opening=known.request.opening, length=known.request.length + 1 + len(new), tools=tools
+                key=key, opening=continued.request.opening, length=continued.request.length + 1 + len(new), tools=tools
             )
         self._requests.add((request.key, tools))
         self._openings[request.opening] = max(request.length, self._openings.get(request.opening, 0))
@@ -174,9 +174,9 @@ class EchoIndex:
             if again != key:
                 self._same[again] = key
         ids = [call.id for call in sent.tool_calls]
-        known = _Known(turn, key, sent.reasoning, ids, request.tools, request)
-        self._turns[turn] = known
-        self._replies.setdefault(key, []).append(known)
+        added = _Known(turn, key, sent.reasoning, ids, request.tools, request)
+        self._turns[turn] = added
+        self._replies.setdefault(key, []).append(added)
 
     def _unrelated(self, messages: Sequence[Message], keys: Sequence[str]) -> str:
         """The reason of a request that echoes no reply."""

@@ -118,14 +118,14 @@ def free_uid(taken: set[int]) -> int:
 def user_of(name: str) -> tuple[int, int]:
     """(uid, gid) of a system user, by name or number."""
     try:
-        found = pwd.getpwuid(int(name)) if name.isdigit() else pwd.getpwnam(name)
+        entry = pwd.getpwuid(int(name)) if name.isdigit() else pwd.getpwnam(name)
     except KeyError:
         if name.isdigit():
             return int(name), int(name)
         raise Refused(
             f"isolation.user: unknown user `{name}` on this machine; `id -un` shows the current one"
         ) from None
-    return found.pw_uid, found.pw_gid
+    return entry.pw_uid, entry.pw_gid
 
 
 def plan(memory: int, processes: int | None, user: str | None, folders: Sequence[str]) -> Confinement:
@@ -150,35 +150,35 @@ def plan(memory: int, processes: int | None, user: str | None, folders: Sequence
         uid = gid = free_uid(set())
     elif user is not None and user != "engine":
         uid, gid = user_of(user)
-    found = Confinement(memory, 256 if processes is None and own_uid else processes, uid, gid, False)
+    confinement = Confinement(memory, 256 if processes is None and own_uid else processes, uid, gid, False)
     if uid is not None:
-        found = _readable(found, folders)
-    if not _binds(found, _memory_binds):
-        found = replace(found, as_limit=True)
-        if not _binds(found, _memory_binds):
+        confinement = _readable(confinement, folders)
+    if not _binds(confinement, _memory_binds):
+        confinement = replace(confinement, as_limit=True)
+        if not _binds(confinement, _memory_binds):
             raise Refused("isolation.memory cannot take effect: this system enforces neither RLIMIT_DATA nor RLIMIT_AS")
-    if found.processes is not None and not _binds(replace(found, processes=1), _processes_bind):
+    if confinement.processes is not None and not _binds(replace(confinement, processes=1), _processes_bind):
         raise Refused(
             "isolation.processes cannot take effect: this system does not enforce RLIMIT_NPROC for the workers' uid"
         )
-    return found
+    return confinement
 
 
-def _readable(found: Confinement, folders: Sequence[str]) -> Confinement:
+def _readable(confinement: Confinement, folders: Sequence[str]) -> Confinement:
     """The same confinement, with the capability to read if a folder needs it."""
     wanted = [Path(folder) for folder in folders if Path(folder).exists()]
 
     def all_readable() -> bool:
         return all(map(_can_read, wanted))
 
-    if _binds(found, all_readable):
-        return found
-    reading = replace(found, reads=True)
+    if _binds(confinement, all_readable):
+        return confinement
+    reading = replace(confinement, reads=True)
     if _binds(reading, all_readable):
         return reading
-    closed = [str(path) for path in wanted if not _binds(found, partial(_can_read, path))]
+    closed = [str(path) for path in wanted if not _binds(confinement, partial(_can_read, path))]
     raise Refused(
-        f"workers run as uid {found.uid} and cannot read {', '.join(closed[:4]) or 'the files of the engine'}: make it "
+        f"workers run as uid {confinement.uid} and cannot read {', '.join(closed[:4]) or 'the files of the engine'}: make it "
         "readable (chmod o+rx on each folder of its path), or write `user: engine` under `isolation` to run workers as the "
         "engine's own user"
     )

@@ -3,8 +3,8 @@
     zygote.py      the process that forks workers: small, single-threaded, without torch
     child.py       code of a worker: import, build, call, answer
     workers.py     the engine's side of both: the zygote, a call of a worker, its deadline, the end of the process
-    remote.py      objects and functions that live in workers
-    pool.py        the host of the mode; assigns workers to objects and calls
+    remote.py      objects and functions that live in workers, and the pools of these
+    host.py        the host of the mode
     rules.py       its rule of `engine validate`
 
 Invariants:
@@ -19,6 +19,6 @@ PLUGIN = Plugin(
     name="isolation",
     about="Code of a spec in worker processes with limits",
     needs=("confinement",),
-    isolation_modes={"process": "engine.plugins.isolation.pool:Isolation"},
+    isolation_modes={"process": "engine.plugins.isolation.host:Isolation"},
     rules=("engine.plugins.isolation.rules",),
 )

@@ -1,6 +1,7 @@
 """Objects and functions that live in worker processes, and the calls that reach them.
 
-A `Cell` holds one worker. The next call replaces a dead worker by a new one. An object whose worker died is built again
+A `Pool` has the workers of one entry point: an object holds one for as long as it lives; a function takes one for each call. Later episodes
+reuse workers. Waiting for a worker does not count for a call's deadline. A `Cell` holds one worker. The next call replaces a dead worker by a new one. An object whose worker died is built again
 there if it has no state between calls (`effects: pure`); any other object has lost its state and stays lost.
 """
 
@@ -9,11 +10,13 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from itertools import count
 from typing import TYPE_CHECKING, Any, Self
 
+import structlog
 from pydantic import TypeAdapter, ValidationError
 
 from engine.actions.calling.host import CodeOrigin, HostedCallable, HostedObject, HostedTool, InvalidArguments
@@ -26,8 +29,9 @@ from engine.spec.code.entry import EntryError
 from engine.spec.code.signature import ToolShape
 
 if TYPE_CHECKING:
-    from engine.plugins.isolation.pool import RemoteFunction
     from engine.schemas.trajectory import Blame
+
+log = structlog.get_logger(__name__)
 
 START_SECONDS = 120.0
 """Deadline for importing modules in a new worker; it does not count for the deadline of a constructor or call."""
@@ -87,6 +91,45 @@ class Cell:
         """Kill its worker."""
         if self.worker is not None and self.worker.alive:
             self.worker.kill("no longer needed")
+
+
+class Pool:
+    """The workers of one entry point."""
+
+    def __init__(self, zygote: ZygoteClient, limits: Limits, most: int | None) -> None:
+        self._zygote = zygote
+        self._limits = limits
+        self._most = None if most is None else asyncio.Semaphore(most)
+        self._idle: list[tuple[Cell, RemoteObject | None]] = []
+        self._warned = False
+
+    async def take(self) -> tuple[Cell, RemoteObject | None]:
+        """Take a cell for a worker, with the function that it holds already; waits for a cell if all are in use."""
+        if self._most is not None:
+            await self._most.acquire()
+        while self._idle:
+            cell, function = self._idle.pop()
+            if cell.reusable:
+                return cell, function
+            cell.kill()
+        return Cell(self._zygote, self._limits), None
+
+    def give(self, cell: Cell, use: str, function: RemoteObject | None = None) -> None:
+        """Return a cell that held `use` to the pool."""
+        if self._most is not None:
+            self._most.release()
+        if cell.left and not self._warned:
+            self._warned = True
+            log.warning(
+                "workers are not used again, so each episode imports the code anew",
+                use=use,
+                still_running=cell.left,
+                fix="end it in `close`",
+            )
+        if cell.reusable:
+            self._idle.append((cell, function))
+        else:
+            cell.kill()
 
 
 class RemoteObject(HostedObject):
@@ -343,6 +386,48 @@ class Release(HostedCallable):
         """See `RemoteObject.release`."""
         assert seconds is not None
         await self._held.release(seconds)
+
+
+class RemoteFunction(HostedCallable):
+    """A function in workers: a scorer, a custom action or a tool. It has no state, so the end of a worker loses only one call."""
+
+    lost = False
+
+    def __init__(self, origin: CodeOrigin, pool: Pool, expects: str) -> None:
+        self._origin = origin
+        self._pool = pool
+        self._expects = expects
+
+    @asynccontextmanager
+    async def leased(self, blame: Blame) -> AsyncIterator[RemoteObject]:
+        """The function in a worker that is reserved for the block."""
+        cell, function = await self._pool.take()
+        function = function or RemoteObject(self._origin, cell, pure=True, blame=blame)
+        try:
+            if not function.opened:
+                await function.open(START_SECONDS)
+            yield function
+        finally:
+            self._pool.give(cell, self._origin.use, function)
+
+    async def call(self, arguments: Sequence[Any], *, seconds: float | None, blame: Blame, what: str) -> Any:
+        """See `RemoteObject.ask`."""
+        async with self.leased(blame) as function:
+            return await function.ask("__call__", arguments, self._expects, seconds=seconds, blame=blame, what=what)
+
+    async def ask_tool(
+        self,
+        name: str,
+        arguments: Mapping[str, Any],
+        view: EpisodeView | None,
+        calls: bool,
+        *,
+        seconds: float,
+        what: str,
+    ) -> Any:
+        """See `RemoteObject.ask_tool`."""
+        async with self.leased("tool") as function:
+            return await function.ask_tool(name, arguments, view, calls, seconds=seconds, what=what)
 
 
 class RemoteMethod(HostedCallable):

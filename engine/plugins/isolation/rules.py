@@ -34,28 +34,31 @@ def no_effect(ctx: CheckContext) -> Iterator[Finding]:
     """Limits without `mode: process`, and the key on a part that has no code or in a spec that has none."""
     spec = ctx.spec
     parts = list(_parts(ctx))
-    for path, own, runs in parts:
-        if own is None:
+    for path, isolation, runs in parts:
+        if isolation is None:
             continue
         at = (*path, "isolation")
         if not runs:
             message = "a model plays this part, so it has no code that could run in its own process"
             yield Finding(message, at, "remove `isolation`, or give the part `use`", key=True)
-        elif own.limits and spec.isolation_of(own, _default(ctx, path)).mode == "thread":
-            yield Finding(f"{_names(own)} cannot limit code that runs in the engine's process", at, _PROCESS, key=True)
-    whole = spec.isolation
-    if whole is None:
+        elif isolation.limits and spec.isolation_of(isolation, _default(ctx, path)).mode == "thread":
+            yield Finding(
+                f"{_names(isolation)} cannot limit code that runs in the engine's process", at, _PROCESS, key=True
+            )
+    of_spec = spec.isolation
+    if of_spec is None:
         return
     if not any(runs for _, _, runs in parts) and not ctx.own_actions:
         message = "the spec has no environment, tool, user, scorer or action of its own that could be isolated"
         yield Finding(message, ("isolation",), "remove `isolation`", key=True)
-    elif whole.mode is None and whole.limits:
+    elif of_spec.mode is None and of_spec.limits:
         inherited = any(
-            runs and spec.isolation_of(own, _default(ctx, path)).mode != "thread" for path, own, runs in parts
+            runs and spec.isolation_of(isolation, _default(ctx, path)).mode != "thread"
+            for path, isolation, runs in parts
         )
         if not inherited:
             yield Finding(
-                f"{_names(whole)} cannot limit code that runs in the engine's process", ("isolation",), _PROCESS
+                f"{_names(of_spec)} cannot limit code that runs in the engine's process", ("isolation",), _PROCESS
             )
 
 

@@ -164,7 +164,7 @@ class ZygoteClient:
         self._attach()
         plan = (limits.key, len(self.folders))
         if plan not in self._planned:
-            found = await self._ask(
+            planned = await self._ask(
                 {
                     "do": "plan",
                     "id": next(self._ids),
@@ -176,7 +176,7 @@ class ZygoteClient:
                 }
             )
             self._planned.add(plan)
-            self.reads_as_root |= found["reads"]
+            self.reads_as_root |= planned["reads"]
         id = next(self._ids)
         self._ended[id] = ended
         try:

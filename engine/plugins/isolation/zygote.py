@@ -97,8 +97,8 @@ class Zygote:
         except (Refused, OSError) as error:
             self._say(told="refused", id=id, message=str(error))
         else:
-            found = self._plans[key]
-            self._say(told="planned", id=id, reads=found.reads)
+            planned = self._plans[key]
+            self._say(told="planned", id=id, reads=planned.reads)
 
     def _fork(self, id: int, key: str) -> None:
         channel, output = self._control.descriptors.popleft(), self._control.descriptors.popleft()

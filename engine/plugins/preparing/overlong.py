@@ -135,15 +135,17 @@ class PromptLengths:
 
     def _prompt(self, task: Task) -> tuple[list[Message], list[dict[str, Any]]]:
         source = self._spec.conversation
-        own = tools_of(task.fields, source) if source is not None else None
-        return [*self._messages(task), *self._opening(task)], self._tools if own is None else own
+        row_tools = tools_of(task.fields, source) if source is not None else None
+        return [*self._messages(task), *self._opening(task)], self._tools if row_tools is None else row_tools
 
     def _bound(self, messages: list[Message], tools: list[dict[str, Any]]) -> int | None:
         """An upper bound of a prompt's length; None if there is none without the tokenizer."""
         if not all(isinstance(message.content, str) and not message.tool_calls for message in messages):
             return None
         around = self._tokens_around(tools)
-        return None if around is None else around + sum(len(each.text.encode()) + PER_MESSAGE for each in messages)
+        return (
+            None if around is None else around + sum(len(message.text.encode()) + PER_MESSAGE for message in messages)
+        )
 
     def _tokens_around(self, tools: list[dict[str, Any]]) -> int | None:
         """Tokens that the template writes besides the messages: tools, a default system message. None if that is not known."""
@@ -214,14 +216,14 @@ def _without_images(message: Message) -> Message:
 
 def _schemas(loaded: LoadedSpec) -> list[dict[str, Any]]:
     """The schemas of the spec's functions that run in this process."""
-    found = []
+    schemas = []
     for tool in loaded.spec.tools:
         if loaded.spec.isolation_of(tool.isolation).mode != "thread":
             continue
         target = load_entry(str(tool.use), Path(loaded.base))
         if not inspect.isclass(target):
-            found.append(shape_of(target, tool.name).schema)
-    return found
+            schemas.append(shape_of(target, tool.name).schema)
+    return schemas
 
 
 def without_overlong(tasks: TaskList, loaded: LoadedSpec, template: ChatTemplate) -> TaskList:

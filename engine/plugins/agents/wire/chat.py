@@ -79,30 +79,30 @@ class ChatCompletions(ModelApi):
         logprobs = reader.logprobs("logprobs", asked=reader.flag("logprobs"))
         return reader.request(messages, lambda tool, at: _tool(reader, tool, at), replies, logprobs=logprobs)
 
-    def whole(self, request: ModelRequest, made: Replies, session: Session) -> dict[str, Any]:
+    def whole(self, request: ModelRequest, answer: Replies, session: Session) -> dict[str, Any]:
         """See `ModelApi`."""
         return {
-            "id": f"chatcmpl-{made.id}",
+            "id": f"chatcmpl-{answer.id}",
             "object": "chat.completion",
-            "created": made.created,
+            "created": answer.created,
             "model": session.model,
             "choices": [
                 {"index": index, "message": _written(reply.message), "finish_reason": reply.finish}
                 | {"logprobs": _logprobs(request, reply)}
-                for index, reply in enumerate(made.replies)
+                for index, reply in enumerate(answer.replies)
             ],
-            "usage": _usage(made.replies),
+            "usage": _usage(answer.replies),
         }
 
-    def events(self, request: ModelRequest, made: Replies, session: Session) -> Iterator[Event]:
+    def events(self, request: ModelRequest, answer: Replies, session: Session) -> Iterator[Event]:
         """See `ModelApi`."""
         frame = {
-            "id": f"chatcmpl-{made.id}",
+            "id": f"chatcmpl-{answer.id}",
             "object": "chat.completion.chunk",
-            "created": made.created,
+            "created": answer.created,
             "model": session.model,
         }
-        for index, reply in enumerate(made.replies):
+        for index, reply in enumerate(answer.replies):
             message = _written(reply.message)
             calls = [{"index": at, **call} for at, call in enumerate(message.pop("tool_calls", ()))]
             deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
@@ -114,7 +114,7 @@ class ChatCompletions(ModelApi):
                 choice = {"index": index, "delta": delta, "finish_reason": finish, "logprobs": logprobs}
                 yield Event(data=frame | {"choices": [choice]})
         if (request.body.get("stream_options") or {}).get("include_usage"):
-            yield Event(data=frame | {"choices": [], "usage": _usage(made.replies)})
+            yield Event(data=frame | {"choices": [], "usage": _usage(answer.replies)})
         yield Event(data="[DONE]")
 
 
@@ -172,13 +172,13 @@ def _tool(reader: Reader, tool: dict[str, Any], at: str) -> dict[str, Any]:
 
 
 def _written(message: Message) -> dict[str, Any]:
-    made: dict[str, Any] = {"role": "assistant", "content": message.text or None, "refusal": None}
+    written: dict[str, Any] = {"role": "assistant", "content": message.text or None, "refusal": None}
     if not message.text and not message.tool_calls:
-        made["content"] = ""
+        written["content"] = ""
     if message.reasoning:
-        made["reasoning_content"] = message.reasoning
+        written["reasoning_content"] = message.reasoning
     if message.tool_calls:
-        made["tool_calls"] = [
+        written["tool_calls"] = [
             {
                 "id": call.id,
                 "type": "function",
@@ -186,7 +186,7 @@ def _written(message: Message) -> dict[str, Any]:
             }
             for call in message.tool_calls
         ]
-    return made
+    return written
 
 
 def _logprobs(request: ModelRequest, reply: ModelReply) -> dict[str, Any] | None:

@@ -127,17 +127,17 @@ class Reader:
             text += f", or write `ignore: [{ignorable}]` in the spec's `agent` to answer as if it were left out"
         raise ApiError(text, param=at)
 
-    def _sample(self, name: str, value: Any, known: str) -> None:
-        if known in REFUSED_UNLESS_ALLOWED and value in ([], ""):
+    def _sample(self, name: str, value: Any, parameter: str) -> None:
+        if parameter in REFUSED_UNLESS_ALLOWED and value in ([], ""):
             return
-        if known in self.session.allow:
-            expected, read = SAMPLING[known]
+        if parameter in self.session.allow:
+            expected, read = SAMPLING[parameter]
             try:
-                self.sampling[known] = read.validate_python(value)
+                self.sampling[parameter] = read.validate_python(value)
             except ValidationError:
                 raise ApiError(f"`{name}` must be {expected}", param=name) from None
-        elif known in REFUSED_UNLESS_ALLOWED and known not in self.session.ignore:
-            text = f"`{name}` is not supported: leave it out, or write `allow: [{known}]` in the spec's `agent`"
+        elif parameter in REFUSED_UNLESS_ALLOWED and parameter not in self.session.ignore:
+            text = f"`{name}` is not supported: leave it out, or write `allow: [{parameter}]` in the spec's `agent`"
             raise ApiError(text, param=name)
         else:
             self.overruled.add(name)
@@ -193,15 +193,15 @@ class Reader:
         )
 
     def tool(
-        self, at: str, given: Mapping[str, Any], parameters: str, without_effect: frozenset[str]
+        self, at: str, definition: Mapping[str, Any], parameters: str, without_effect: frozenset[str]
     ) -> dict[str, Any]:
         """Read one tool to its schema in OpenAI's form; `parameters` is the key of its JSON schema."""
-        self.neutral(f"{at}.strict", given.get("strict"), (False,), "strict")
-        known = without_effect | {"name", "description", "strict", parameters}
-        if other := next((key for key, value in given.items() if key not in known and value), None):
+        self.neutral(f"{at}.strict", definition.get("strict"), (False,), "strict")
+        keys = without_effect | {"name", "description", "strict", parameters}
+        if other := next((key for key, value in definition.items() if key not in keys and value), None):
             raise ApiError(f"`{at}.{other}` is not supported: leave it out", param=f"{at}.{other}")
-        name, description = identifier(given.get("name"), f"{at}.name"), given.get("description")
-        schema = given.get(parameters)
+        name, description = identifier(definition.get("name"), f"{at}.name"), definition.get("description")
+        schema = definition.get(parameters)
         if description is not None and (not isinstance(description, str) or refusal(description) is not None):
             raise ApiError(f"`{at}.description` must be a text", param=f"{at}.description")
         if schema is not None and (not isinstance(schema, dict) or refusal(schema) is not None):
@@ -263,14 +263,14 @@ def image(url: Any, at: str) -> ImagePart:
     return ImagePart(image=url)
 
 
-def call(id_: Any, name: Any, given: Any, at: str, keys: tuple[str, str, str]) -> ToolCall:
+def call(id_: Any, name: Any, written: Any, at: str, keys: tuple[str, str, str]) -> ToolCall:
     """Read a call of a tool. Its arguments are an object, or its JSON; null and the empty text are no arguments.
 
     `keys` are its keys of id, name and arguments, for messages.
     """
     id_, name = identifier(id_, f"{at}.{keys[0]}"), identifier(name, f"{at}.{keys[1]}")
     try:
-        arguments = json.loads(given or "{}") if isinstance(given, str) or given is None else given
+        arguments = json.loads(written or "{}") if isinstance(written, str) or written is None else written
     except (ValueError, RecursionError):
         arguments = None
     if not isinstance(arguments, dict) or refusal(arguments) is not None:

@@ -82,9 +82,9 @@ class Messages(ModelApi):
         """
         reader = Reader(body, FIELDS, session)
         _choice(reader)
-        if (kept := _thread(body, session)) is not None:
-            reader.body = body = body | {"tools": kept.tools}
-            said = [*kept.messages]
+        if (stored := _thread(body, session)) is not None:
+            reader.body = body = body | {"tools": stored.tools}
+            said = [*stored.messages]
         else:
             system = fields.content(body.get("system"), "system", lambda part, at: _block(part, at, images=False))
             said = [Message(role="system", content=system)] if system else []
@@ -98,29 +98,29 @@ class Messages(ModelApi):
             raise ApiError(text, param="messages")
         return reader.request(said, lambda tool, at: _tool(reader, tool, at))
 
-    def whole(self, request: ModelRequest, made: Replies, session: Session) -> dict[str, Any]:
+    def whole(self, request: ModelRequest, answer: Replies, session: Session) -> dict[str, Any]:
         """See `ModelApi`."""
-        [reply] = made.replies
+        [reply] = answer.replies
         if request.body.get("thread") is not None:
             stored = Stored(messages=[*request.messages, reply.message], tools=request.body.get("tools"))
-            session.stored[f"msg_{made.id}"] = stored
-        return _frame(request, made, session) | {
+            session.stored[f"msg_{answer.id}"] = stored
+        return _frame(request, answer, session) | {
             "content": _blocks(reply, request.body.get("thinking")),
             "stop_reason": _reason(reply, request),
             "stop_sequence": reply.stopped if _reason(reply, request) == "stop_sequence" else None,
             "usage": _usage(reply, reply.reply_tokens),
         }
 
-    def events(self, request: ModelRequest, made: Replies, session: Session) -> Iterator[Event]:
+    def events(self, request: ModelRequest, answer: Replies, session: Session) -> Iterator[Event]:
         """See `ModelApi`."""
-        whole = self.whole(request, made, session)
+        message = self.whole(request, answer, session)
         for data in (
-            {"type": "message_start", "message": _frame(request, made, session)},
-            *_block_events(whole["content"]),
+            {"type": "message_start", "message": _frame(request, answer, session)},
+            *_block_events(message["content"]),
             {
                 "type": "message_delta",
-                "delta": {"stop_reason": whole["stop_reason"], "stop_sequence": whole["stop_sequence"]},
-                "usage": whole["usage"],
+                "delta": {"stop_reason": message["stop_reason"], "stop_sequence": message["stop_sequence"]},
+                "usage": message["usage"],
             },
             {"type": "message_stop"},
         ):
@@ -129,9 +129,9 @@ class Messages(ModelApi):
     def fault(self, fault: ApiError) -> dict[str, Any]:
         """See `ModelApi`. `param` and `code` are of this endpoint; Anthropic's API has the message alone."""
         kind = _ERRORS.get(fault.status, "invalid_request_error" if fault.status < 500 else "api_error")
-        found: dict[str, Any] = {"type": kind, "message": fault.message, "param": fault.param, "code": fault.code}
-        found["details"] = {"error_code": fault.code}  # what the client reads of threads
-        return {"type": "error", "error": found}
+        error: dict[str, Any] = {"type": kind, "message": fault.message, "param": fault.param, "code": fault.code}
+        error["details"] = {"error_code": fault.code}  # what the client reads of threads
+        return {"type": "error", "error": error}
 
     def fault_event(self, fault: ApiError) -> Event:
         """See `ModelApi`."""
@@ -149,10 +149,10 @@ def _thread(body: Mapping[str, Any], session: Session) -> Stored | None:
         if body.get(name) is not None:
             raise ApiError(f"`{name}` is that of the thread: leave it out", param=name)
     before = thread.get("previous_message_id")
-    if (kept := session.recall(before, "msg_")) is None:
+    if (stored := session.recall(before, "msg_")) is None:
         text = f"the message {before!r} is not stored in this episode"
         raise ApiError(text, param="thread.previous_message_id", status=404, code="thread_not_found")
-    return kept
+    return stored
 
 
 def _choice(reader: Reader) -> None:
@@ -192,21 +192,21 @@ def _messages(item: dict[str, Any], at: str) -> list[Message]:
         raise ApiError(f"`{at}.role` must be user, assistant or system", param=f"{at}.role")
     if not isinstance(item.get("content"), list):
         return [Message(role="user", content=_content(item, at, images=True))]
-    found: list[Message] = []
+    messages: list[Message] = []
     parts: list[ContentPart] = []
     for place, block in fields.objects(item["content"], f"{at}.content"):
         if block.get("type") != "tool_result":
             parts.append(_block(block, place, images=True))
             continue
         if parts:
-            found.append(Message(role="user", content=fields.joined(parts)))
+            messages.append(Message(role="user", content=fields.joined(parts)))
             parts = []
         content = fields.content(
             block.get("content"), f"{place}.content", lambda part, at: _block(part, at, images=True)
         )
         answered = fields.identifier(block.get("tool_use_id"), f"{place}.tool_use_id")
-        found.append(Message(role="tool", content=content, tool_call_id=answered))
-    return [*found, Message(role="user", content=fields.joined(parts))] if parts or not found else found
+        messages.append(Message(role="tool", content=content, tool_call_id=answered))
+    return [*messages, Message(role="user", content=fields.joined(parts))] if parts or not messages else messages
 
 
 def _content(item: dict[str, Any], at: str, *, images: bool) -> str | list[ContentPart]:
@@ -252,11 +252,11 @@ def _block(block: dict[str, Any], at: str, *, images: bool) -> ContentPart:
 # --- replies ----------------------------------------------------------------------------------------------
 
 
-def _frame(request: ModelRequest, made: Replies, session: Session) -> dict[str, Any]:
+def _frame(request: ModelRequest, answer: Replies, session: Session) -> dict[str, Any]:
     """A message that has begun."""
-    [reply] = made.replies
+    [reply] = answer.replies
     return {
-        "id": f"msg_{made.id}",
+        "id": f"msg_{answer.id}",
         "type": "message",
         "role": "assistant",
         "model": session.model,

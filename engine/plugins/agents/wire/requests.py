@@ -156,11 +156,11 @@ class ModelApi(ABC):
         """
 
     @abstractmethod
-    def whole(self, request: ModelRequest, made: Replies, session: Session) -> dict[str, Any]:
+    def whole(self, request: ModelRequest, answer: Replies, session: Session) -> dict[str, Any]:
         """Write the replies as one JSON object, and store what later requests may refer to."""
 
     @abstractmethod
-    def events(self, request: ModelRequest, made: Replies, session: Session) -> Iterator[Event]:
+    def events(self, request: ModelRequest, answer: Replies, session: Session) -> Iterator[Event]:
         """Write the replies as the events of a stream."""
 
     def fault(self, fault: ApiError) -> dict[str, Any]:

@@ -93,16 +93,16 @@ class Responses(ModelApi):
         """See `ModelApi`."""
         reader = Reader(body, FIELDS, session)
         _options(reader)
-        given, before = body.get("input"), body.get("previous_response_id")
-        kept = session.recall(before, "resp_")
-        if before is not None and kept is None:
+        asked, before = body.get("input"), body.get("previous_response_id")
+        stored = session.recall(before, "resp_")
+        if before is not None and stored is None:
             text = f"the response {before!r} is not stored in this episode"
             raise ApiError(text, param="previous_response_id", code="previous_response_not_found")
-        if isinstance(given, str):
-            new = [Message(role="user", content=fields.text(given, "input"))]
+        if isinstance(asked, str):
+            new = [Message(role="user", content=fields.text(asked, "input"))]
         else:
-            new = _messages(fields.objects(given, "input"))
-        said = [*(kept.messages if kept is not None else ()), *new]
+            new = _messages(fields.objects(asked, "input"))
+        said = [*(stored.messages if stored is not None else ()), *new]
         if not said:
             raise ApiError("`input` must be a text or a list of at least one item", param="input")
         instructions = body.get("instructions")
@@ -112,23 +112,23 @@ class Responses(ModelApi):
         logprobs = reader.logprobs("include", asked=_LOGPROBS in (body.get("include") or ()))
         return reader.request(said, lambda tool, at: _tool(reader, tool, at), logprobs=logprobs)
 
-    def whole(self, request: ModelRequest, made: Replies, session: Session) -> dict[str, Any]:
+    def whole(self, request: ModelRequest, answer: Replies, session: Session) -> dict[str, Any]:
         """See `ModelApi`."""
-        [reply] = made.replies
+        [reply] = answer.replies
         body = request.body
         if body.get("store") is not False:
             began = 1 if body.get("instructions") is not None else 0
-            session.stored[f"resp_{made.id}"] = Stored(
+            session.stored[f"resp_{answer.id}"] = Stored(
                 messages=[*request.messages[began:], reply.message]
             )  # without instructions
-        response = _frame(request, made, session)
+        response = _frame(request, answer, session)
         cut = reply.finish == "length"
         response |= {
             "status": "incomplete" if cut else "completed",
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
-            "completed_at": float(made.created),
+            "completed_at": float(answer.created),
             "output": _items(
-                reply, made.id, encrypted=_ENCRYPTED in (body.get("include") or ()), logprobs=request.logprobs
+                reply, answer.id, encrypted=_ENCRYPTED in (body.get("include") or ()), logprobs=request.logprobs
             ),
             "usage": {
                 "input_tokens": reply.prompt_tokens,
@@ -140,18 +140,18 @@ class Responses(ModelApi):
         }
         return response
 
-    def events(self, request: ModelRequest, made: Replies, session: Session) -> Iterator[Event]:
+    def events(self, request: ModelRequest, answer: Replies, session: Session) -> Iterator[Event]:
         """See `ModelApi`."""
-        whole = self.whole(request, made, session)
-        begun = _frame(request, made, session)
+        response = self.whole(request, answer, session)
+        begun = _frame(request, answer, session)
         steps: list[tuple[str, dict[str, Any]]] = [
             ("response.created", {"response": begun}),
             ("response.in_progress", {"response": begun}),
         ]
-        for index, item in enumerate(whole["output"]):
+        for index, item in enumerate(response["output"]):
             steps += _item_events(item, index)
-        ending = "response.completed" if whole["status"] == "completed" else "response.incomplete"
-        steps.append((ending, {"response": whole}))
+        ending = "response.completed" if response["status"] == "completed" else "response.incomplete"
+        steps.append((ending, {"response": response}))
         for number, (kind, data) in enumerate(steps):
             yield Event(data={"type": kind, "sequence_number": number, **data}, name=kind)
 
@@ -172,11 +172,11 @@ def _options(reader: Reader) -> None:
             at = f"include[{number}]"
             raise ApiError(f"`{at}`: {name!r} is not supported: leave it out", param=at)
     reader.flag("store")
-    for at, known in (("stream_options", {"include_obfuscation"}), ("text", {"format", "verbosity"})):
+    for at, keys in (("stream_options", {"include_obfuscation"}), ("text", {"format", "verbosity"})):
         value = body.get(at) or {}
         if not isinstance(value, dict):
             raise ApiError(f"`{at}` must be an object", param=at)
-        if other := next((key for key in value if key not in known), None):
+        if other := next((key for key in value if key not in keys), None):
             raise ApiError(f"`{at}.{other}` is not supported: leave it out", param=f"{at}.{other}")
     text = body.get("text") or {}
     reader.neutral("text.format", text.get("format"), ({"type": "text"},), "response_format")
@@ -194,25 +194,25 @@ def _tool(reader: Reader, tool: dict[str, Any], at: str) -> dict[str, Any]:
 
 def _messages(items: Sequence[tuple[str, dict[str, Any]]]) -> list[Message]:
     """Items as messages: those of one reply become one message."""
-    found: list[Message] = []
+    messages: list[Message] = []
     draft: Message | None = None
     for at, item in items:
         kind = item.get("type") or "message"
         assistant = kind == "message" and item.get("role") == "assistant"
         if kind in ("reasoning", "function_call") or assistant:
             part = _reply_part(item, kind, at)
-            if draft is None and part.tool_calls and (place := _reply_of(found, part)) is not None:
-                found[place] = _merged(found[place], part)
+            if draft is None and part.tool_calls and (place := _reply_of(messages, part)) is not None:
+                messages[place] = _merged(messages[place], part)
             elif draft is not None and _is_one_reply(draft, part, spoken=assistant):
                 draft = _merged(draft, part)
             else:
-                found += [] if draft is None else [draft]
+                messages += [] if draft is None else [draft]
                 draft = part
             continue
-        found += [] if draft is None else [draft]
+        messages += [] if draft is None else [draft]
         draft = None
-        found.append(_other(item, kind, at))
-    return found if draft is None else [*found, draft]
+        messages.append(_other(item, kind, at))
+    return messages if draft is None else [*messages, draft]
 
 
 def _reply_part(item: dict[str, Any], kind: str, at: str) -> Message:
@@ -234,18 +234,18 @@ def _is_one_reply(draft: Message, part: Message, *, spoken: bool) -> bool:
     return spoken and not draft.text and not draft.tool_calls
 
 
-def _reply_of(found: Sequence[Message], part: Message) -> int | None:
+def _reply_of(messages: Sequence[Message], part: Message) -> int | None:
     """The reply to which a call belongs that comes after the result of another of its calls."""
     turn = _turn(part.tool_calls[0].id)
-    place = next((at for at in range(len(found) - 1, -1, -1) if found[at].role != "tool"), None)
-    if turn is None or place is None or place == len(found) - 1 or not found[place].tool_calls:
+    place = next((at for at in range(len(messages) - 1, -1, -1) if messages[at].role != "tool"), None)
+    if turn is None or place is None or place == len(messages) - 1 or not messages[place].tool_calls:
         return None
-    return place if _turn(found[place].tool_calls[-1].id) == turn else None
+    return place if _turn(messages[place].tool_calls[-1].id) == turn else None
 
 
 def _turn(call_id: str) -> str | None:
-    own = _OWN_CALL.fullmatch(call_id)
-    return own[1] if own else None
+    match = _OWN_CALL.fullmatch(call_id)
+    return match[1] if match else None
 
 
 def _merged(reply: Message, part: Message) -> Message:
@@ -305,13 +305,13 @@ def _said_part(part: dict[str, Any], at: str) -> ContentPart:
 # --- replies ----------------------------------------------------------------------------------------------
 
 
-def _frame(request: ModelRequest, made: Replies, session: Session) -> dict[str, Any]:
+def _frame(request: ModelRequest, answer: Replies, session: Session) -> dict[str, Any]:
     """A response that has begun."""
     body = request.body
     return {
-        "id": f"resp_{made.id}",
+        "id": f"resp_{answer.id}",
         "object": "response",
-        "created_at": float(made.created),
+        "created_at": float(answer.created),
         "status": "in_progress",
         "background": False,
         "error": None,

@@ -1,19 +1,17 @@
-"""The host of the mode `process`: pools of workers, one for each entry point of a spec.
+"""The host of the mode `process`: loads entry points, whose objects and functions live in workers.
 
-An object holds its worker for as long as it lives; a function takes one for each call. Later episodes reuse
-workers. Waiting for a worker does not count for a call's deadline. An episode takes the workers of its objects in one order
-(environment, user, tools) and calls of functions do not wait while they hold one, so there is no deadlock.
+An episode takes the workers of its objects in one order (environment, user, tools) and calls of functions do not wait while they hold
+one, so there is no deadlock.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import structlog
 from msgspec.structs import replace
@@ -31,6 +29,8 @@ from engine.plugins.isolation.child import RAISED, VALUE
 from engine.plugins.isolation.remote import (
     START_SECONDS,
     Cell,
+    Pool,
+    RemoteFunction,
     RemoteMethod,
     RemoteObject,
     RemoteTool,
@@ -44,7 +44,6 @@ from engine.spec.code.signature import ToolShape
 
 if TYPE_CHECKING:
     from engine.schemas.entry import Effects
-    from engine.schemas.environment import EpisodeView
     from engine.schemas.trajectory import Blame
 
 log = structlog.get_logger(__name__)
@@ -54,87 +53,6 @@ MEMORY = 4 * 10**9
 OUTPUT = 16 * 10**6
 FUNCTION_WORKERS = 64
 """Maximum number of workers of one function if `isolation.workers` is not set."""
-
-
-class Pool:
-    """The workers of one entry point."""
-
-    def __init__(self, zygote: ZygoteClient, limits: Limits, most: int | None) -> None:
-        self._zygote = zygote
-        self._limits = limits
-        self._most = None if most is None else asyncio.Semaphore(most)
-        self._idle: list[tuple[Cell, RemoteObject | None]] = []
-        self._warned = False
-
-    async def take(self) -> tuple[Cell, RemoteObject | None]:
-        """Take a cell for a worker, with the function that it holds already; waits for a cell if all are in use."""
-        if self._most is not None:
-            await self._most.acquire()
-        while self._idle:
-            cell, function = self._idle.pop()
-            if cell.reusable:
-                return cell, function
-            cell.kill()
-        return Cell(self._zygote, self._limits), None
-
-    def give(self, cell: Cell, use: str, function: RemoteObject | None = None) -> None:
-        """Return a cell that held `use` to the pool."""
-        if self._most is not None:
-            self._most.release()
-        if cell.left and not self._warned:
-            self._warned = True
-            log.warning(
-                "workers are not used again, so each episode imports the code anew",
-                use=use,
-                still_running=cell.left,
-                fix="end it in `close`",
-            )
-        if cell.reusable:
-            self._idle.append((cell, function))
-        else:
-            cell.kill()
-
-
-class RemoteFunction(HostedCallable):
-    """A function in workers: a scorer, a custom action or a tool. It has no state, so the end of a worker loses only one call."""
-
-    lost = False
-
-    def __init__(self, origin: CodeOrigin, pool: Pool, expects: str) -> None:
-        self._origin = origin
-        self._pool = pool
-        self._expects = expects
-
-    @asynccontextmanager
-    async def leased(self, blame: Blame) -> AsyncIterator[RemoteObject]:
-        """The function in a worker that is reserved for the block."""
-        cell, function = await self._pool.take()
-        function = function or RemoteObject(self._origin, cell, pure=True, blame=blame)
-        try:
-            if not function.opened:
-                await function.open(START_SECONDS)
-            yield function
-        finally:
-            self._pool.give(cell, self._origin.use, function)
-
-    async def call(self, arguments: Sequence[Any], *, seconds: float | None, blame: Blame, what: str) -> Any:
-        """See `RemoteObject.ask`."""
-        async with self.leased(blame) as function:
-            return await function.ask("__call__", arguments, self._expects, seconds=seconds, blame=blame, what=what)
-
-    async def ask_tool(
-        self,
-        name: str,
-        arguments: Mapping[str, Any],
-        view: EpisodeView | None,
-        calls: bool,
-        *,
-        seconds: float,
-        what: str,
-    ) -> Any:
-        """See `RemoteObject.ask_tool`."""
-        async with self.leased("tool") as function:
-            return await function.ask_tool(name, arguments, view, calls, seconds=seconds, what=what)
 
 
 class ProcessCode(SpecCode):
