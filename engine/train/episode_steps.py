@@ -140,7 +140,10 @@ class EpisodeSteps(StepSource):
         """Build the training rows of a step from the run store."""
         rows: list[TrainingRow] = []
         for number in record.used:
-            of_group = self._rows.rows(self._stored.finished_group(record.tasks[str(number)]))
+            task_id = record.tasks[str(number)]
+            samples = range(self._trainer.spec.rollout.samples_per_task)
+            episodes = [self._stored.finished(task_id, sample) for sample in samples]
+            of_group = self._rows.rows([trajectory for trajectory in episodes if trajectory is not None])
             if not of_group:
                 return None
             rows += of_group
@@ -253,11 +256,6 @@ class StoredEpisodes:
         """A finished episode; None if it is not finished."""
         episode_id = episode_id_of(task_id, sample)
         return self._store.trajectory(episode_id) if self._statuses.get(episode_id) == "done" else None
-
-    def finished_group(self, task_id: str) -> list[Trajectory]:
-        """The finished episodes of a group, in the order of samples."""
-        episodes = (self.finished(task_id, sample) for sample in range(self._samples))
-        return [trajectory for trajectory in episodes if trajectory is not None]
 
     def begun(self, task_id: str, sample: int) -> bool:
         """Whether an episode was begun and not finished."""

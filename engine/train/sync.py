@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING, Protocol
 from engine import plugin
 from engine.errors import TrainError
 from engine.plugin import Hook
-from engine.schemas.backend import kinds_that_train
 from engine.schemas.base import Struct
 from engine.schemas.sections import used_plugins
-from engine.spec.added import missing_sync, sync_openers
+from engine.spec.added import sync_openers
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -74,22 +73,14 @@ def open_sync(spec: EpisodeSpec, backend: Backend, folder: Path, *, lora: bool) 
     Raises:
         TrainError: kind `train_setup`: this backend or this policy does not support the method.
     """
-    if spec.train is None:
-        raise TrainError("the spec has no `train:` section", kind="train_setup")
+    assert spec.train is not None  # `train_spec_of` has checked it, and that weights can be sent to this backend
     weights = spec.train.weight_sync
-    if not spec.backend.trains:
-        raise TrainError(
-            f"a `{spec.backend.kind}` backend cannot take new weights; train with {kinds_that_train()}",
-            kind="train_setup",
-        )
     if weights.method not in spec.backend.weight_methods:
         taken = " or ".join(f"`{method}`" for method in spec.backend.weight_methods)
         raise TrainError(
             f"`train.weight_sync.method: {weights.method}`: the `{spec.backend.kind}` backend takes only {taken}",
             kind="train_setup",
         )
-    if (why := missing_sync(spec.backend.kind)) is not None:
-        raise TrainError(why, kind="train_setup")
     opened: WeightSync = plugin.load(sync_openers()[spec.backend.kind])(spec, backend, folder, lora=lora)
     return opened
 

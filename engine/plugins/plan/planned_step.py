@@ -7,10 +7,10 @@ The model is sharded by the real FSDP over a process group that sends nothing, a
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -46,9 +46,6 @@ class AllocatedBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.now = self.peak = 0
         self._seen: dict[int, int] = {}
         self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-
-    def reset_peak(self) -> None:
-        self.peak = self.now
 
     def add(self, tensor: torch.Tensor) -> None:
         """Count the storage of a tensor of any shape, once, until it is freed."""
@@ -221,8 +218,8 @@ def simulate(
             policy.shard(offload=train.memory.offload == "all")
             for objective in objectives:
                 for head in objective.heads:
-                    _without_content(head)
-                    _with_memory(head)
+                    _replace_parameters(head, "meta")
+                    _replace_parameters(head, "cpu")
                 objective.shard(offload=train.memory.offload == "all")
             row = planned_row(policy.net.vision, policy.net.vocab, tokens, images)
             (pack,) = pack_rows([row], tokens, share_prefixes=False)
@@ -250,7 +247,7 @@ def _step(
         each.step()
         each.zero_grad()
     seen = _VisionBytes(held, policy, *(objective.net for objective in objectives))
-    held.reset_peak()
+    held.peak = held.now
     _set_gradients([*trained, *own])  # of the micro-batches before
     before = held.now
     reads_states = any(objective.reads_states for objective in objectives)
@@ -319,10 +316,10 @@ class _PlannedProcessGroup(ShardedProcessGroup):
         self._models, self._roots = [], []
 
     def shard(self, model: nn.Module, *, offload: bool = False) -> RunForward:
-        _without_content(model)
+        _replace_parameters(model, "meta")
         if self.size > 1 or offload:
             return super().shard(model)
-        _with_memory(model)
+        _replace_parameters(model, "cpu")
         return lambda function, *args, **kwargs: function(*args, **kwargs)
 
 
@@ -342,23 +339,19 @@ def _planned(processes: int) -> Iterator[_PlannedProcessGroup]:
         dist.destroy_process_group()
 
 
-def _without_content(model: nn.Module) -> None:
-    """Move a model's parameters to the meta device; tied ones stay tied."""
-    _replace_parameters(model, lambda parameter: parameter.detach().to("meta"))
+def _replace_parameters(model: nn.Module, device: Literal["meta", "cpu"]) -> None:
+    """Replace a model's parameters by ones without content; tied ones stay tied.
 
-
-def _with_memory(model: nn.Module) -> None:
-    """Give a model's parameters memory, which within `SizesOnly` is counted and not taken."""
-    _replace_parameters(model, lambda parameter: torch.empty_like(parameter, device="cpu"))
-
-
-def _replace_parameters(model: nn.Module, replacement: Callable[[nn.Parameter], Tensor]) -> None:
+    `meta`: they have no memory. `cpu`: they have memory, which within `SizesOnly` is counted and not taken.
+    """
     made: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 if parameter not in made:
-                    made[parameter] = nn.Parameter(replacement(parameter), requires_grad=parameter.requires_grad)
+                    made[parameter] = nn.Parameter(
+                        torch.empty_like(parameter, device=device), requires_grad=parameter.requires_grad
+                    )
                 module._parameters[name] = made[parameter]
 
 

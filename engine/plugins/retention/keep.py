@@ -42,12 +42,6 @@ class DropPlan:
     """Number of consumed groups that stay, by the reason."""
 
 
-def repeated_from(folder: Path, checkpoints: int) -> int:
-    """The step of the oldest of the newest `checkpoints` checkpoints of a training; 0 if it has none."""
-    steps = sorted(step_of(path) for path in checkpoints_of(folder))
-    return steps[-checkpoints:][0] if steps else 0
-
-
 def plan(
     records: Sequence[BatchRecord], keep: KeepSpec, *, repeated: int, samples: int, after: int | None = None
 ) -> DropPlan:
@@ -93,7 +87,8 @@ def plan_of(folder: Path, spec: EpisodeSpec, keep: KeepSpec, *, after: int | Non
         TrainError: kind `checkpoint`: the batch log is damaged.
     """
     assert spec.train is not None
-    repeated = repeated_from(folder, spec.train.checkpoints.keep)
+    steps = sorted(step_of(path) for path in checkpoints_of(folder))
+    repeated = min(steps[-spec.train.checkpoints.keep :], default=0)
     records = BatchLog(folder).read(repair=False)
     return plan(records, keep, repeated=repeated, samples=spec.rollout.samples_per_task, after=after)
 

@@ -96,16 +96,6 @@ class Sums(Struct, frozen=True):
         )
 
     @classmethod
-    def of_whole_rows(cls, rows: Sequence[TrainingRow], pixels: Pixels | None = None) -> Sums:
-        """As `of_rows`, of rows that are handed over uncut."""
-        return cls(
-            sum(len(row.branch.input_ids) for row in rows),
-            sum(len(row.places) for row in rows),
-            sum(float(np.abs(row.advantages.astype(np.float64)).sum()) for row in rows),
-            sum(pixels.sum(row.branch.input_ids, images_of(row)) for row in rows if pixels is not None),
-        )
-
-    @classmethod
     def of_tensors(cls, tokens: int, mask: torch.Tensor, advantages: torch.Tensor, images: int = 0) -> Sums:
         """The sums of a trainer's batch, from its tokens without padding, and mask and advantages of one shape."""
         return cls(tokens, int(mask.sum()), float((advantages.double().abs() * mask).sum()), images)

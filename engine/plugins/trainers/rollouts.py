@@ -89,7 +89,12 @@ class TrainerRollouts:
         every = load_tasks(self.loaded)
         refuse_first_tasks(self.loaded, every)
         self._tasks = {task.id: task for task in fitting_tasks(every, self.loaded, self.format)}
-        self._rows = GroupBuilder(self.spec, self.train, self.loaded.base)
+        self.tasks = list(self._tasks)
+        """The ids of the tasks, in order."""
+        self.context = min((value for value in (self.format.context, model.context) if value), default=None)
+        """The longest sequence that spec and model allow, in tokens; None: unlimited."""
+        self.rows = GroupBuilder(self.spec, self.train, self.loaded.base)
+        """Builds the rows of a group, with the credit of the spec."""
         self._keep_going, self._shared = keep_going, shared
         self._uses: dict[str, int] = {}
         self._first_use, self._use_step = 0, 1
@@ -110,16 +115,6 @@ class TrainerRollouts:
         if process >= PROCESSES:
             raise TrainError(f"more than {PROCESSES} processes run episodes in one folder", kind="train_setup")
         self._first_use, self._use_step = process, PROCESSES
-
-    @property
-    def tasks(self) -> list[str]:
-        """The ids of the tasks, in order."""
-        return list(self._tasks)
-
-    @property
-    def context(self) -> int | None:
-        """The longest sequence that spec and model allow, in tokens."""
-        return min((value for value in (self.format.context, self.spec.model.context) if value), default=None)
 
     async def start(self, backend: Backend) -> None:
         """Start the backend and open the run store.
@@ -154,24 +149,24 @@ class TrainerRollouts:
         self._runner.faults = self.faults
         rollout = self.spec.rollout
         live = asyncio.Semaphore(rollout.live_episodes or 2 * rollout.concurrency)
-        self._group_runner = GroupRunner(self._runner, self._rows.group, live)
+        self._group_runner = GroupRunner(self._runner, self.rows.group, live)
         await self._services.enter_async_context(self._runner.serving())
 
     async def close(self) -> None:
         """Close the run store, the backend and the services of the episodes. Later calls do nothing."""
         await self._services.aclose()
 
-    async def group(self, task_id: str, samples: int, version: int, number: int = 0) -> Group:
+    async def group(self, task_id: str, samples: int, version: int) -> Group:
         """Run the episodes of one group and build its training rows, which may be none.
 
-        `version`: of the weights that the backend samples with now; `number`: the group's number in its batch.
+        `version`: of the weights that the backend samples with now.
 
         Raises:
             TrainError: kind `train_setup`: there is no such task, or a bonus function returned an invalid value.
             LedgerError: the credit method cannot be computed.
             EngineError: as `Runner.episode`.
         """
-        return await self._group(self._used(task_id), samples, version, number)
+        return await self._group(self._used(task_id), samples, version, 0)
 
     async def batch(self, task_ids: Sequence[str], samples: int, version: int) -> Batch:
         """Run one group for each task. Groups without rows are in `left_out`: nothing of them is handed over.

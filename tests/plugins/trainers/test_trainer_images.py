@@ -142,7 +142,7 @@ def test_values_are_what_areal_subtracts() -> None:
     assert made["rewards"].tolist() == [30.0, 0.5]
     assert made["versions"].tolist() == [[-1, -1, 2, -1, 3, -1]] * 2
     assert made["attention_mask"].sum(1).tolist() == [6, 5]
-    sums = Sums.of_whole_rows(rows)
+    sums = Sums.of_rows([*map(HandedRow.of, rows)])
     assert (sums.tokens, sums.trained, sums.advantages) == (11, 4, 7.0)
 
 

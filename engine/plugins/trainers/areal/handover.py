@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from engine.errors import TrainError
-from engine.plugins.trainers.handover import Sums, images_of
+from engine.plugins.trainers.handover import HandedRow, Sums, images_of
 from engine.plugins.trainers.pixels import checksums_of, row_sum
 
 SUMS = ("engine_tokens", "engine_trained", "engine_advantage", "engine_images")
@@ -87,7 +87,7 @@ def trajectory(
         "values": values,
         "rewards": given,
     }  # fmt: skip
-    sums = [Sums.of_whole_rows([row], pixels) for row in rows]
+    sums = [Sums.of_rows([HandedRow.of(row)], pixels) for row in rows]
     for name, column in zip(SUMS, ("tokens", "trained", "advantages", "images"), strict=True):
         columns[name] = torch.tensor([getattr(of_row, column) for of_row in sums], dtype=torch.float64)
     if pixels is not None:

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from engine.schemas.environment import Task
     from engine.schemas.trajectory import Trajectory
     from engine.spec.load import LoadedSpec
-    from engine.train.batches import GroupBuilder
 
 _OPEN: OncePerProcess[Settings, Episodes] = OncePerProcess()
 
@@ -58,11 +57,6 @@ class Episodes(TrainerRollouts):
         """
         settings = Settings.read(args)
         return _OPEN.opened(settings, lambda: cls(settings.spec, settings.folder, args))
-
-    @property
-    def rows(self) -> GroupBuilder:
-        """Builds the rows of a group, with the credit of the spec."""
-        return self._rows
 
     async def samples(self, sample: Any, *, evaluation: bool = False) -> list[Any]:
         """Run one episode of the task that `sample.prompt` names, and make its samples.

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class _SharedModel(PackedModel):
-    """A text model that the trainer has loaded."""
+    """A model that the trainer has loaded."""
 
     def __init__(self, model: Any, *args: Any, **kwargs: Any) -> None:
         self._given = model
@@ -35,15 +35,8 @@ class _SharedModel(PackedModel):
         return self._given
 
 
-class _SharedVisionModel(VisionModel):
-    """A model with a vision tower that the trainer has loaded."""
-
-    def __init__(self, model: Any, *args: Any, **kwargs: Any) -> None:
-        self._given = model
-        super().__init__(*args, **kwargs)
-
-    def _open(self, folder: Path) -> Any:
-        return self._given
+class _SharedVisionModel(_SharedModel, VisionModel):
+    """The same with a vision tower."""
 
 
 class SharedBackend(LocalBackend):

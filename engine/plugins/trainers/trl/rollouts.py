@@ -61,6 +61,8 @@ class EngineRollouts:
         self.folder = self._episodes.folder
         self.model_folder = self._episodes.model_folder
         self.format = self._episodes.format
+        self.tasks = self._episodes.tasks
+        """The ids of the tasks, in order."""
         self._loop = LoopThread()
         self._backend: SharedBackend | None = None
         self._model: Any = None
@@ -72,11 +74,6 @@ class EngineRollouts:
         """The weight version of the newest call: the number of TRL's updates before it."""
         self.metrics: dict[str, float] = {}
         """Metrics of the newest call, under the names of `engine train`."""
-
-    @property
-    def tasks(self) -> list[str]:
-        """The ids of the tasks, in order."""
-        return self._episodes.tasks
 
     def __call__(self, prompts: Sequence[str], trainer: Any) -> dict[str, Any]:
         """Run the episodes of a generation batch. TRL calls this as `rollout_func`.
@@ -92,7 +89,19 @@ class EngineRollouts:
         """
         samples: int = trainer.num_generations
         model = trainer.accelerator.unwrap_model(trainer.model)
-        backend = self._backend or self._make_backend(model)
+        if (backend := self._backend) is None:
+            from engine.plugins.trainers.trl.backend import SharedBackend
+
+            self._model = model
+            backend = SharedBackend(
+                model,
+                self.model_folder,
+                self.format.decode,
+                self._backend_spec,
+                vocab=self.format.vocab_size,
+                context=self._episodes.context,
+                vision=self.format.vision,
+            )
         if model is not self._model:
             raise TrainError("the trainer has another model than at its first batch", kind="train_setup")
         self.version = trainer.state.global_step
@@ -146,20 +155,6 @@ class EngineRollouts:
             trained = [count for count in counts if count]
             file.write_text(json.dumps(sum(trained) / max(len(trained), 1)), encoding="utf-8")
         return float(json.loads(file.read_text(encoding="utf-8")))
-
-    def _make_backend(self, model: Any) -> SharedBackend:
-        from engine.plugins.trainers.trl.backend import SharedBackend
-
-        self._model = model
-        return SharedBackend(
-            model,
-            self.model_folder,
-            self.format.decode,
-            self._backend_spec,
-            vocab=self.format.vocab_size,
-            context=self._episodes.context,
-            vision=self.format.vision,
-        )
 
     def close(self) -> None:
         """Close the run store and the services of the episodes. Later calls do nothing."""

@@ -196,7 +196,7 @@ class LoopEpisodes(TrainerRollouts):
         usable = None
         try:
             trajectory = await self._episode(task, number)
-            rows = [] if trajectory is None else self._rows.rows([trajectory])
+            rows = [] if trajectory is None else self.rows.rows([trajectory])
             if trajectory is None or not rows:
                 failure = None if trajectory is None else trajectory.outcome.failure
                 cause = f"{failure.kind}: {failure.message}" if failure is not None else "; ".join(self.faults[-1:])
@@ -210,7 +210,7 @@ class LoopEpisodes(TrainerRollouts):
             prompt.add(usable)
         if "session_id" in columns:
             await prompt.ended.wait()
-            if self._rows.is_small(prompt.usable, self.spec.rollout.samples_per_task):
+            if self.rows.is_small(prompt.usable, self.spec.rollout.samples_per_task):
                 raise TrainError(
                     f"{task.id}/{number} is not trained on: its group has fewer trainable episodes than `train.min_group`",
                     kind="untrainable",
