@@ -33,16 +33,16 @@ def mt_grpo(spec: MtGrpoCredit, group: Sequence[Member]) -> list[Values]:
 
     The result holds one array, float64 [turns], for each episode of the group.
     """
-    outcomes, own = [], []
+    outcomes, before_last = [], []
     for member in group:
         judged = _judged(spec, member)
         outcomes.append(float(judged.sum()) - math.fsum(member.turn_penalties()))
-        own.append((member.ledger.totals - judged)[:-1])
+        before_last.append((member.ledger.totals - judged)[:-1])
     by_episode = compare_episodes(spec, outcomes)
-    by_turn = compare_turns(spec, own)
+    by_turn = compare_turns(spec, before_last)
     advantages = []
-    for member, whole, turns in zip(group, by_episode, by_turn, strict=True):
-        values = np.full(member.ledger.turns, whole)
+    for member, of_episode, turns in zip(group, by_episode, by_turn, strict=True):
+        values = np.full(member.ledger.turns, of_episode)
         values[: len(turns)] += spec.weight * turns
         advantages.append(values)
     return advantages
@@ -156,8 +156,8 @@ def spread_back(scores: Values, turns: Sequence[int], decay: float) -> Values:
     for turn in turns:
         difference = float(scores[turn]) - held
         weights = [decay ** (turn - at) for at in range(before + 1, turn)]
-        whole = math.fsum([*weights, 1.0])
-        shares = [difference * (weight / whole) for weight in weights]
+        sum_of_weights = math.fsum([*weights, 1.0])
+        shares = [difference * (weight / sum_of_weights) for weight in weights]
         parts[before + 1 : turn] = shares
         parts[turn] = difference - math.fsum(shares)  # the rest, so that the sum is exact
         before, held = turn, float(scores[turn])
@@ -187,7 +187,7 @@ def redistribute(spec: RedistributeCredit, group: Sequence[Member]) -> list[Valu
     states = _states(spec, group)
     values_of_state: dict[State, list[float]] = defaultdict(list)
     for member, passed in zip(group, states, strict=True):
-        for state in {each for each in passed if each is not None}:
+        for state in {key for key in passed if key is not None}:
             values_of_state[state].append(member.ledger.total)
     expected = {state: math.fsum(returns) / len(returns) for state, returns in values_of_state.items()}
     rows = []

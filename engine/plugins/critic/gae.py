@@ -80,13 +80,13 @@ def turn_ppo(spec: TurnPpoCredit, group: Sequence[Member]) -> list[Values]:
     Raises:
         LedgerError: there are no values, or not one for each sampled token.
     """
-    found = []
+    advantages = []
     for member in group:
         values, slices = member.valued(spec.method)
         # A turn without sampled tokens has the value of the next token, or of the state after the last one.
         starts = np.array([values[place.start] if place.start < len(values) else member.after for place in slices])
-        found.append(gae(member.rewards(), starts, spec.gamma, spec.lam, member.after))
-    return found
+        advantages.append(gae(member.rewards(), starts, spec.gamma, spec.lam, member.after))
+    return advantages
 
 
 def bilevel_gae(spec: BilevelGaeCredit, group: Sequence[Member]) -> list[Values]:
@@ -120,13 +120,13 @@ def bilevel_token_gae(spec: BilevelGaeCredit, group: Sequence[Member]) -> list[l
     Raises:
         LedgerError: as in `bilevel_gae`.
     """
-    found: list[list[Values]] = []
+    advantages: list[list[Values]] = []
     for member in group:
         upper, by_turn = _turns(spec, member)
         costs = np.zeros(sum(map(len, by_turn))) if member.penalties is None else member.penalties
         of_turns = zip(by_turn, member.slices(), upper.tolist(), strict=True)
-        found.append([_tokens(spec, values, costs[place], last) for values, place, last in of_turns])
-    return found
+        advantages.append([_tokens(spec, values, costs[place], last) for values, place, last in of_turns])
+    return advantages
 
 
 def _turns(spec: BilevelGaeCredit, member: Member) -> tuple[Values, list[Values]]:

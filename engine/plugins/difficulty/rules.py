@@ -32,7 +32,7 @@ def _why(ctx: CheckContext, section: DifficultySpec) -> str | None:
     draws = train.steps * train.tasks_per_step * (train.max_sampling_rounds if train.dynamic_sampling else 1)
     if not tasks:
         return None
-    known = (math.ceil(draws / tasks) - 1) * ctx.spec.rollout.samples_per_task
-    if known >= section.window:
+    episodes = (math.ceil(draws / tasks) - 1) * ctx.spec.rollout.samples_per_task
+    if episodes >= section.window:
         return None
-    return f"{draws} draws of {tasks} tasks leave at most {known} episodes of a task before its last draw (`window` is {section.window})"
+    return f"{draws} draws of {tasks} tasks leave at most {episodes} episodes of a task before its last draw (`window` is {section.window})"

@@ -112,12 +112,17 @@ class LoraAdapter(Adapter):
 def _kept_values(layer: Any) -> Iterator[None]:
     """Give a new adapter its first values if its base model is on the meta device, where peft moves adapters too."""
     moved = layer._move_adapter_to_device_of_base_layer
-    kept: list[tuple[Any, dict[str, torch.Tensor]]] = []
+    first_values: list[tuple[Any, dict[str, torch.Tensor]]] = []
 
     def keep(self: Any, name: str, device: torch.device | None = None) -> None:
-        if any(each.is_meta for each in self.get_base_layer().parameters()):
+        if any(parameter.is_meta for parameter in self.get_base_layer().parameters()):
             moved(self, name, torch.device("cpu"))  # sets the dtype
-            kept.append((self, {key: each.detach().clone() for key, each in self.named_parameters() if "lora_" in key}))
+            first_values.append(
+                (
+                    self,
+                    {key: parameter.detach().clone() for key, parameter in self.named_parameters() if "lora_" in key},
+                )
+            )
         moved(self, name, device)
 
     layer._move_adapter_to_device_of_base_layer = keep
@@ -125,7 +130,7 @@ def _kept_values(layer: Any) -> Iterator[None]:
         yield
     finally:
         layer._move_adapter_to_device_of_base_layer = moved
-    for wrapper, values in kept:
+    for wrapper, values in first_values:
         for key, value in values.items():
             path, _, name = key.rpartition(".")
             module = wrapper.get_submodule(path)

@@ -108,9 +108,9 @@ def plan_memory(
     smaller = _Size.of(format.vision, max(tokens // 2, 2), count, image_size)
     if smaller.tokens >= larger.tokens:  # the images fill both
         smaller = _Size(larger.tokens - _LEAST_TEXT // 2, larger.images)
-    small, whole = step(smaller), step(larger)
-    slope = (whole.peak - small.peak) / (larger.tokens - smaller.tokens)
-    return _plan(loaded, train, processes, larger, whole, max(slope, 1.0), gpu=gpu)
+    small, large = step(smaller), step(larger)
+    slope = (large.peak - small.peak) / (larger.tokens - smaller.tokens)
+    return _plan(loaded, train, processes, larger, large, max(slope, 1.0), gpu=gpu)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +157,7 @@ def _plan(
     on_cpu = sum(held[name] for name in stays)
     if train.memory.offload == "optimizer":
         rest += min(held["moments"], 2 * _GROUP)
-    on_device = {name: 0 if name in stays else found for name, found in held.items()}
+    on_device = {name: 0 if name in stays else size_of_kind for name, size_of_kind in held.items()}
     return MemoryPlan(
         processes,
         size.tokens,
@@ -177,10 +177,10 @@ def size_of(text: str) -> tuple[int, int]:
     Raises:
         ValueError: it is no size.
     """
-    found = re.fullmatch(r"([1-9][0-9]{0,4})x([1-9][0-9]{0,4})", text)
-    if found is None:
+    sides = re.fullmatch(r"([1-9][0-9]{0,4})x([1-9][0-9]{0,4})", text)
+    if sides is None:
         raise ValueError(f"{text!r} is not a size of an image; write 1280x720")
-    return int(found[1]), int(found[2])
+    return int(sides[1]), int(sides[2])
 
 
 RULE = "train.plan"

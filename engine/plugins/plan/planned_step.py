@@ -68,8 +68,8 @@ class AllocatedBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _measure(self) -> None:
         """Read the sizes of all storages again: FSDP sets those of gathered weights to 0 without an operation."""
-        for key, found in self._storages.items():
-            storage = found()
+        for key, reference in self._storages.items():
+            storage = reference()
             if storage is not None and storage.nbytes() != self._seen[key]:
                 self.now += storage.nbytes() - self._seen[key]
                 self._seen[key] = storage.nbytes()
@@ -79,11 +79,11 @@ class AllocatedBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._storages.pop(key, None)
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = function(*args, **(kwargs or {}))
-        for leaf in (*tree_leaves(found), *tree_leaves(args)):
+        result = function(*args, **(kwargs or {}))
+        for leaf in (*tree_leaves(result), *tree_leaves(args)):
             if isinstance(leaf, torch.Tensor):
                 self.add(leaf)
-        return found
+        return result
 
 
 _KEEPS_CONTENT = frozenset([torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64])
@@ -106,7 +106,7 @@ class SizesOnly(FakeTensorMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         given = dict(kwargs or {})
         tensors = [leaf for leaf in tree_leaves((args, given)) if isinstance(leaf, Tensor)]
-        computed = all(_has_content(each) for each in tensors) if tensors else _makes_integers(func, args, given)
+        computed = all(_has_content(tensor) for tensor in tensors) if tensors else _makes_integers(func, args, given)
         if computed and torch.device(given.get("device") or "cpu").type == "cpu":
             return func(*args, **given)
         if func is _AT.index.Tensor or func is _AT.index_put.default or func is _AT.index_put_.default:
@@ -122,18 +122,18 @@ def _makes_integers(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     dtype = kwargs.get("dtype")
     if dtype is not None:
         return dtype in _KEEPS_CONTENT
-    return func.overloadpacket is _AT.arange and all(isinstance(each, int) for each in args)
+    return func.overloadpacket is _AT.arange and all(isinstance(arg, int) for arg in args)
 
 
 def _as_numbers(indices: Sequence[Tensor | None]) -> list[Tensor | None]:
     """Indices without masks: the shape of the result follows from the indices, and from a mask only with its content."""
-    found: list[Tensor | None] = []
-    for each in indices:
-        if each is not None and each.dtype == torch.bool and _has_content(each):
-            found += each.nonzero(as_tuple=True)
+    numbers: list[Tensor | None] = []
+    for index in indices:
+        if index is not None and index.dtype == torch.bool and _has_content(index):
+            numbers += index.nonzero(as_tuple=True)
         else:
-            found.append(each)
-    return found
+            numbers.append(index)
+    return numbers
 
 
 @contextmanager
@@ -144,15 +144,15 @@ def experts_in_any_dtype() -> Iterator[None]:
     """
     from transformers.integrations import moe
 
-    own = getattr(moe, "_can_use_grouped_mm", None)
-    if own is None:
+    grouped_mm = getattr(moe, "_can_use_grouped_mm", None)
+    if grouped_mm is None:
         yield
         return
     moe._can_use_grouped_mm = lambda *_arguments: False
     try:
         yield
     finally:
-        moe._can_use_grouped_mm = own
+        moe._can_use_grouped_mm = grouped_mm
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,16 +239,16 @@ def _step(
     masters = MasterWeights(dict(policy.named_parameters()))
     trained = list(masters.named.values())
     optimizer = torch.optim.AdamW(trained, lr=1e-6, foreach=gpu)
-    own = [parameter for objective in objectives for parameter in objective.parameters.values()]
+    of_objectives = [parameter for objective in objectives for parameter in objective.parameters.values()]
     others = [objective.optimizer for objective in objectives if objective.optimizer is not None]
     updated = [optimizer, *others]
-    _set_gradients([*trained, *own])
-    for each in updated:
-        each.step()
-        each.zero_grad()
+    _set_gradients([*trained, *of_objectives])
+    for updating in updated:
+        updating.step()
+        updating.zero_grad()
     seen = _VisionBytes(held, policy, *(objective.net for objective in objectives))
     held.peak = held.now
-    _set_gradients([*trained, *own])  # of the micro-batches before
+    _set_gradients([*trained, *of_objectives])  # of the micro-batches before
     before = held.now
     reads_states = any(objective.reads_states for objective in objectives)
     logprobs, entropy, states = policy.forward_with_states(pack, entropy=True, states=reads_states)
@@ -257,24 +257,24 @@ def _step(
     if train.kl.in_loss:
         policy.reference(pack)
     assert entropy is not None
-    whole = logprobs.sum() + entropy.sum()
-    whole = sum((values.sum() for values in predicted if values is not None), start=whole)
-    whole.backward()  # type: ignore[no-untyped-call]
-    del logprobs, entropy, states, predicted, whole
-    for each in reversed(updated):
-        each.step()
+    total = logprobs.sum() + entropy.sum()
+    total = sum((values.sum() for values in predicted if values is not None), start=total)
+    total.backward()  # type: ignore[no-untyped-call]
+    del logprobs, entropy, states, predicted, total
+    for updating in reversed(updated):
+        updating.step()
     return StepBytes(
         weights=_bytes(policy.model.parameters()),
         masters=_bytes(masters.copies),
         gradients=_bytes(trained),
         moments=_moments(optimizer),
         reference=0 if policy.reference_model is None else _bytes(policy.reference_model.model.parameters()),
-        critic=_bytes([*(tensor for objective in objectives for tensor in objective.held()), *own])
+        critic=_bytes([*(tensor for objective in objectives for tensor in objective.held()), *of_objectives])
         + sum(map(_moments, others)),
         images=seen.bytes,
         activations=activations - seen.bytes,
         peak=held.peak,
-        trained=sum(local_of(each).numel() for each in trained),
+        trained=sum(local_of(parameter).numel() for parameter in trained),
     )
 
 
@@ -284,14 +284,16 @@ class _VisionBytes:
     def __init__(self, held: AllocatedBytes, *models: Any) -> None:
         self.bytes = 0
         self._held, self._before = held, 0
-        for each in models:
-            tower = each.model.get_encoder("image") if each is not None else None
-            if tower is not None and tower is not each.model:
+        for model in models:
+            tower = model.model.get_encoder("image") if model is not None else None
+            if tower is not None and tower is not model.model:
                 tower.register_forward_pre_hook(self._enter, with_kwargs=True)
                 tower.register_forward_hook(self._leave)
 
     def _enter(self, tower: nn.Module, args: Any, kwargs: Any) -> None:
-        pixels = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor) and each.is_floating_point()]
+        pixels = [
+            value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.is_floating_point()
+        ]
         self._before = self._held.now
         if torch.is_grad_enabled():
             self.bytes += _bytes(pixels)
@@ -365,4 +367,4 @@ def _moments(optimizer: torch.optim.Optimizer) -> int:
 
 
 def _bytes(tensors: Any) -> int:
-    return sum(local_of(each).nbytes for each in tensors if isinstance(each, Tensor))
+    return sum(local_of(tensor).nbytes for tensor in tensors if isinstance(tensor, Tensor))

@@ -108,8 +108,8 @@ def _images(loaded: LoadedSpec) -> DataPath | None:
     for number, message in enumerate(spec.messages):
         if not isinstance(message.content, str) and any(isinstance(part, ImagePart) for part in message.content):
             return ("prompt", number)
-    own = spec.conversation
-    if own is not None and own.images is not None and "images" in own.model_fields_set:
+    conversation = spec.conversation
+    if conversation is not None and conversation.images is not None and "images" in conversation.model_fields_set:
         return ("prompt", "images")
     files = model_files(loaded)
     return ("model", "path") if files is not None and files.sees else None

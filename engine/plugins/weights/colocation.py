@@ -178,8 +178,8 @@ class ServerMemory(KeptMemory):
             "servers take back the memory that they released to a training that was killed",
             servers=list(self._released),
         )
-        known = [server for server in self._pool.workers if server.url in self._released]
-        outcomes = await asyncio.gather(*(self._resume(server, PARTS) for server in known), return_exceptions=True)
+        recorded = [server for server in self._pool.workers if server.url in self._released]
+        outcomes = await asyncio.gather(*(self._resume(server, PARTS) for server in recorded), return_exceptions=True)
         for outcome in outcomes:
             if isinstance(outcome, BaseException):
                 raise outcome

@@ -281,8 +281,10 @@ def _failure(server: Server, path: str, call: asyncio.Future[None], mine: asynci
         return error
     if error is not None:
         raise error
-    own = mine.exception() if mine.done() else None
-    return BackendError(f"{server.url}{path}: the group failed: {own or 'another server failed'}", kind="update_failed")
+    failure = mine.exception() if mine.done() else None
+    return BackendError(
+        f"{server.url}{path}: the group failed: {failure or 'another server failed'}", kind="update_failed"
+    )
 
 
 async def _gone(failures: Outcomes) -> Outcomes:

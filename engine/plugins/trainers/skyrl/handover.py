@@ -97,7 +97,9 @@ def generator_output(
         output["rollout_expert_indices"] = [[] if row.experts is None else row.experts.tolist() for row in rows]
     if pixels is not None and any(row.images for row in rows):
         images = [pixels.row([*row.prompt_ids, *row.completion_ids], row.images) for row in rows]
-        tensors = {each.digests: dict(each.items()) for each in {each.digests: each for each in images}.values()}
+        tensors = {
+            of_row.digests: dict(of_row.items()) for of_row in {of_row.digests: of_row for of_row in images}.values()
+        }
         output |= {name: [tensors[row.images][name] for row in rows] for name in images[0]}
     return output
 
