@@ -14,7 +14,7 @@ Invariant: no mask is larger than the tokens of one segment times the tokens of 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.nn.attention.bias import causal_lower_right
@@ -93,22 +93,17 @@ def attend(
     return out.reshape(1, tokens, heads, -1), None
 
 
-class _Part(NamedTuple):
-    """Attention between a range of queries and the keys of one segment."""
+def _parts(segments: tuple[Segment, ...]) -> Iterator[tuple[slice, slice, bool]]:
+    """The parts of a pack: a range of queries, the keys of one segment, and whether attention between them is causal.
 
-    queries: slice
-    keys: slice
-    causal: bool
-
-
-def _parts(segments: tuple[Segment, ...]) -> Iterator[_Part]:
-    """The parts of a pack. The part of each segment with itself comes first."""
+    The part of each segment with itself comes first.
+    """
     for segment in segments:
         span = slice(segment.start, segment.end)
-        yield _Part(span, span, True)
+        yield span, span, True
     for segment in segments:
         if segment.subtree_end > segment.end:
-            yield _Part(slice(segment.end, segment.subtree_end), slice(segment.start, segment.end), False)
+            yield slice(segment.end, segment.subtree_end), slice(segment.start, segment.end), False
 
 
 class _Parts(torch.autograd.Function):

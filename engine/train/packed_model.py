@@ -143,7 +143,9 @@ class PackedModel:
 
     def logprobs(self, pack: Pack, *, entropy: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Log-probs [n] of the pack's trained tokens, and entropies [n] or None. With a graph if gradients are enabled."""
-        result: tuple[torch.Tensor, torch.Tensor | None] = self._run(self._logprobs_of, pack, entropy)
+        result: tuple[torch.Tensor, torch.Tensor | None] = self._run(
+            lambda: self._logprobs(pack, self._states(pack), entropy=entropy)
+        )
         return result
 
     def states(self, pack: Pack) -> torch.Tensor:
@@ -167,9 +169,6 @@ class PackedModel:
 
         passed: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor] = self._run(compute)
         return passed
-
-    def _logprobs_of(self, pack: Pack, entropy: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return self._logprobs(pack, self._states(pack), entropy=entropy)
 
     def _sources_of(self, pack: Pack) -> torch.Tensor:
         return self._states(pack)[pack.sources.to(self.device)]

@@ -241,15 +241,6 @@ def _common_prefix(one: _RowTokens, other: _RowTokens) -> int:
     return int(apart[0]) if len(apart) else length
 
 
-class _PendingRows(Struct, frozen=True):
-    """Rows [low, high) whose first `depth` tokens are in the segments `path`. Their other tokens have no segment yet."""
-
-    low: int
-    high: int
-    depth: int
-    path: tuple[int, ...]
-
-
 def _build_segments(
     lines: list[_RowTokens], common: list[int], share: bool, min_shared_tokens: int
 ) -> tuple[list[Segment], list[Any]]:
@@ -257,12 +248,12 @@ def _build_segments(
     segments: list[Segment] = []
     paths: list[tuple[int, ...]] = [()] * len(lines)
     at = 0
-    todo = [_PendingRows(0, len(lines), 0, ())]
+    # Rows [low, high) whose first `depth` tokens are in the segments `path`; their other tokens have no segment yet.
+    todo: list[tuple[int, int, int, tuple[int, ...]]] = [(0, len(lines), 0, ())]
     if not share:
-        todo = [_PendingRows(number, number + 1, 0, ()) for number in reversed(range(len(lines)))]
+        todo = [(number, number + 1, 0, ()) for number in reversed(range(len(lines)))]
     while todo:
-        pending = todo.pop()
-        low, high, depth, path = pending.low, pending.high, pending.depth, pending.path
+        low, high, depth, path = todo.pop()
         alone = high - low == 1
         shared = len(lines[low].keys) if alone else min(common[low + 1 : high])
         if shared > depth and (alone or (shared - depth) * (high - low - 1) >= min_shared_tokens):
@@ -274,7 +265,7 @@ def _build_segments(
             paths[low] = path
             continue
         cuts = [low, *(place for place in range(low + 1, high) if common[place] == shared), high]
-        todo += [_PendingRows(cuts[i], cuts[i + 1], depth, path) for i in reversed(range(len(cuts) - 1))]
+        todo += [(cuts[i], cuts[i + 1], depth, path) for i in reversed(range(len(cuts) - 1))]
     return segments, paths
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from engine.plugins.retention.spec import KeepSpec
-from engine.schemas.train import TrainSpec
 from engine.validate.context import CheckContext
 from engine.validate.registry import Finding, rule
 
@@ -16,6 +15,7 @@ def keep_no_effect(ctx: CheckContext) -> Iterator[Finding]:
     keep, train = KeepSpec.section_of(ctx.spec.rollout), ctx.spec.train
     if keep is None:
         return
+    more = 0 if train is None else round((train.asynchrony.oversample - 1) * train.tasks_per_step)
     options: list[tuple[str | None, str]] = []
     if train is None or not train.samples_episodes:
         kind = "the spec has no `train`" if train is None else "`train.kind: sft` samples no episodes"
@@ -24,7 +24,7 @@ def keep_no_effect(ctx: CheckContext) -> Iterator[Finding]:
         options.append(("sample", "it keeps every group, so nothing is dropped"))
     elif train.epochs is None and keep.steps >= train.steps:
         options.append(("steps", f"`train.steps` is {train.steps}, so every group is kept and nothing is dropped"))
-    elif keep.trained and _all_train(train):
+    elif keep.trained and not train.dynamic_sampling and train.asynchrony.max_staleness == 0 and more == 0:
         why = "with `train.dynamic_sampling: false` and without over-sampling every group trains, so nothing is dropped"
         options.append(("trained", why))
     for key, why in options:
@@ -33,10 +33,3 @@ def keep_no_effect(ctx: CheckContext) -> Iterator[Finding]:
             place = path if ctx.written(*path) else ("rollout", "keep")
             message = f"`{'.'.join(place)}` has no effect: {why}"
             yield Finding(message, place, "remove it, or change what the message names", key=True)
-
-
-def _all_train(train: TrainSpec) -> bool:
-    """Whether each group that is sampled is trained on."""
-    asynchrony = train.asynchrony
-    more = round((asynchrony.oversample - 1) * train.tasks_per_step)
-    return not train.dynamic_sampling and asynchrony.max_staleness == 0 and more == 0

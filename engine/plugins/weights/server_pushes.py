@@ -68,7 +68,13 @@ async def through_outages(backend: SGLangBackend, version: int, update: Callable
             return
         except BackendError as error:
             if error.kind != "no_server":
-                raise _update_failed(backend, version, error) from error
+                servers = ", ".join(
+                    f"{server.url} ({'samples with ' + str(server.version) if server.healthy else 'is out'})"
+                    for server in backend.workers
+                )
+                raise TrainError(
+                    f"version {version} did not reach every server: {error}. Now: {servers}", kind="weights_not_taken"
+                ) from error
             left = began + backend.outage.limit - time.monotonic()
             if left <= 0:
                 raise OutageError(
@@ -77,16 +83,6 @@ async def through_outages(backend: SGLangBackend, version: int, update: Callable
                 ) from error
             log.warning("no server is there for new weights; they are sent again", version=version, reason=str(error))
             await asyncio.sleep(min(growing_pause(number), left))
-
-
-def _update_failed(backend: SGLangBackend, version: int, error: BackendError) -> TrainError:
-    servers = ", ".join(
-        f"{server.url} ({'samples with ' + str(server.version) if server.healthy else 'is out'})"
-        for server in backend.workers
-    )
-    return TrainError(
-        f"version {version} did not reach every server: {error}. Now: {servers}", kind="weights_not_taken"
-    )
 
 
 async def check_versions(backend: SGLangBackend, version: int, adapter: str | None = None) -> None:
@@ -140,20 +136,15 @@ def with_retry(load: Load) -> Load:
     """Load once more if the connection failed."""
 
     async def twice(server: Server, flush: bool) -> None:
-        await _retry_once(lambda: load(server, flush))
+        try:
+            await load(server, flush)
+        except BackendError as error:
+            if error.kind != "unreachable":
+                raise
+            log.info("sending weights to a server once more", reason=str(error))
+            await load(server, flush)
 
     return twice
-
-
-async def _retry_once(call: Callable[[], Awaitable[None]]) -> None:
-    """Call again once if the connection failed."""
-    try:
-        await call()
-    except BackendError as error:
-        if error.kind != "unreachable":
-            raise
-        log.info("sending weights to a server once more", reason=str(error))
-        await call()
 
 
 async def post_update(server: Server, path: str, body: dict[str, Any], *, seconds: float = UPDATE_SECONDS) -> None:
