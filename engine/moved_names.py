@@ -53,7 +53,7 @@ MOVED: dict[str, str] = {
     "engine.schemas.train_kinds": "engine.schemas.train",
     "engine.spec.diagnostic": "engine.spec.text.diagnostic",
     "engine.store.export": "engine.store.rows.export",
-    "engine.store.fork": "engine.store.upkeep.fork",
+    "engine.store.parquet": "engine.store.rows.export",
     "engine.traces": "engine.plugins.traces",
     "engine.train.folder": "engine.store.training",
     "engine.train.changes": "engine.train.setup",

@@ -13,25 +13,25 @@ _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 def routers_of(model: torch.nn.Module) -> dict[int, torch.nn.Module]:
     """The routers by the number of their layer; empty for a model without any that transformers declares (`router_logits`)."""
     classes = _router_classes(model)
-    found: dict[int, torch.nn.Module] = {}
+    routers: dict[int, torch.nn.Module] = {}
     for name, module in model.named_modules():
         match = _LAYER.search(f"{name}.")
         if isinstance(module, classes) and match is not None:
-            found[int(match[1])] = module
-    return found
+            routers[int(match[1])] = module
+    return routers
 
 
 def _router_classes(model: torch.nn.Module) -> tuple[type[torch.nn.Module], ...]:
     """The classes of the model's routers, as transformers declares them for `output_router_logits`."""
-    found: dict[type[torch.nn.Module], None] = {}
+    routers: dict[type[torch.nn.Module], None] = {}
     for module in model.modules():
         declared = getattr(type(module), "_can_record_outputs", None) or {}
         entries = declared.get("router_logits", ())
         for entry in entries if isinstance(entries, list | tuple) else (entries,):
             target = getattr(entry, "target_class", entry)
             if isinstance(target, type):
-                found[target] = None
-    return tuple(found)
+                routers[target] = None
+    return tuple(routers)
 
 
 def is_routing(output: Any) -> bool:

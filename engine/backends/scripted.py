@@ -174,10 +174,10 @@ class ScriptedBackend(Backend):
 
     def _tokens(self, reply: ScriptedReply) -> np.ndarray:
         """The reply's ids, int32 [tokens]; computed once."""
-        known = self._ids.get(id(reply))
-        if known is None:
-            known = self._ids[id(reply)] = np.asarray(write_reply(self._format, reply), dtype=np.int32)
-        return known
+        ids = self._ids.get(id(reply))
+        if ids is None:
+            ids = self._ids[id(reply)] = np.asarray(write_reply(self._format, reply), dtype=np.int32)
+        return ids
 
     def _end(self, reply: ScriptedReply, ids: np.ndarray, request: GenerateRequest) -> tuple[int, FinishReason]:
         """Number of tokens of a reply, and its finish reason, before `max_new_tokens` is applied."""
@@ -290,8 +290,8 @@ class _Parsed(Struct, frozen=True, kw_only=True):
 
 
 def _parsed(format: ChatTemplate, ids: list[int], prompt: list[int], tools: list[dict[str, Any]]) -> _Parsed:
-    whole = np.asarray([*ids, format.stop_token_ids[0]], dtype=np.int32)
-    reply = format.replies.parse(whole, before=np.asarray(prompt, dtype=np.int32), turn=0, tools=tools)
+    ended = np.asarray([*ids, format.stop_token_ids[0]], dtype=np.int32)
+    reply = format.replies.parse(ended, before=np.asarray(prompt, dtype=np.int32), turn=0, tools=tools)
     calls = [(call.name, call.arguments) if isinstance(call, ToolCall) else None for call in reply.attempts]
     return _Parsed(content=reply.content.strip(), reasoning=(reply.reasoning or "").strip(), calls=calls)
 

@@ -48,8 +48,8 @@ class StopStrings:
             return None
         window = [int(token) for token in output_ids[-self._window :]]
         text = self._decode(window)
-        found = [(at, string) for string in self._strings if (at := text.find(string)) >= 0]
-        return min(found)[1] if found else None
+        matches = [(at, string) for string in self._strings if (at := text.find(string)) >= 0]
+        return min(matches)[1] if matches else None
 
     def first(self, ids: Sequence[int]) -> tuple[int, str] | None:
         """Search a whole reply. Returns the number of `ids` to keep, and the stop string that ends them."""

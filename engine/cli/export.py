@@ -318,8 +318,7 @@ def _write(
     store: RunReader, chosen: str, path: Path, rows: Iterator[Columns], credit: CreditSpec, score: str | None
 ) -> int:
     from engine.masking import mask
-    from engine.store.parquet import write_parquet
-    from engine.store.rows.export import write_jsonl
+    from engine.store.rows.export import write_jsonl, write_parquet
 
     if chosen == "jsonl":
         return write_jsonl(rows, path)

@@ -41,11 +41,11 @@ from engine.runner.processes import refuse_many
 from engine.runner.source import EpisodeSource, InOrder, rare_collections, run_workers, unfinished_episodes
 from engine.runner.summary import RunResult, RunSummary
 from engine.storable import words_of
+from engine.store.fork import shared_entries
 from engine.store.images import stored_images
 from engine.store.reading import never_built, until_end
 from engine.store.store import episode_id_of
 from engine.store.tool_schemas import ToolSchemas
-from engine.store.upkeep.fork import shared_entries
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -11,7 +11,7 @@ after the last checkpoint that reached the disk), but never half of a commit. A 
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from itertools import chain
 from pathlib import Path
@@ -30,7 +30,7 @@ SCHEMA_VERSION = 6
 `EpisodeScore.anchors` to `state_keys`, and the table `flights` to `crash_counts`. Version 6 added the
 tokens of a posting's part."""
 COMPACTED_VERSION = 7
-"""Version of a file from which episodes were dropped: it has one more table, see `engine.store.upkeep.dropped`."""
+"""Version of a file from which episodes were dropped: it has one more table, see `engine.store.dropped`."""
 APPLICATION_ID = 0x45504953
 """Written to `PRAGMA application_id`: "EPIS"."""
 
@@ -119,16 +119,8 @@ _WORDS = {
     "SQLITE_BUSY": "another process keeps it locked; wait for that process, or stop it",
     "SQLITE_CONSTRAINT": "the same step was written twice",
 }
+_DAMAGED_WORDS = ("malformed", "no such table", "no such column", "not a database", "Could not decode")
 _DAMAGED = ("SQLITE_CORRUPT", "SQLITE_NOTADB", "SQLITE_IOERR_SHORT_READ", "SQLITE_IOERR_CORRUPTFS", "SQLITE_FORMAT")
-
-
-def is_damaged(error: BaseException) -> bool:
-    """Whether an error of SQLite says that the file is not what was written."""
-    text = str(error)
-    return getattr(error, "sqlite_errorname", "").startswith(_DAMAGED) or any(
-        words in text
-        for words in ("malformed", "no such table", "no such column", "not a database", "Could not decode")
-    )
 
 
 def problem(path: Path | str, error: BaseException, doing: str = "read") -> StoreError:
@@ -139,7 +131,8 @@ def problem(path: Path | str, error: BaseException, doing: str = "read") -> Stor
         error: The error.
         doing: What could not be done: `read` or `write`.
     """
-    if is_damaged(error):
+    name = getattr(error, "sqlite_errorname", "")
+    if name.startswith(_DAMAGED) or any(words in str(error) for words in _DAMAGED_WORDS):
         count = len(noted(Path(path).parent))
         had = f", which had {count} ended episodes" if count else ""
         failure = StoreError(
@@ -147,7 +140,6 @@ def problem(path: Path | str, error: BaseException, doing: str = "read") -> Stor
             "`sqlite3 run.db .recover` may save a part; begin a new run"
         )
     else:
-        name = getattr(error, "sqlite_errorname", "")
         words = next((text for prefix, text in _WORDS.items() if name.startswith(prefix)), None)
         failure = StoreError(f"cannot {doing} {path}: {words or error or type(error).__name__}")
     failure.__cause__ = error
@@ -257,8 +249,4 @@ def insert(connection: sqlite3.Connection, table: str, rows: Sequence[tuple[Any,
     """
     for start in range(0, len(rows), MAX_ROWS):
         part = rows[start : start + MAX_ROWS]
-        connection.execute(_insert(table, len(part)), _flat(part))
-
-
-def _flat(rows: Iterable[tuple[Any, ...]]) -> list[Any]:
-    return list(chain.from_iterable(rows))
+        connection.execute(_insert(table, len(part)), list(chain.from_iterable(part)))

@@ -61,7 +61,7 @@ class EndedList:
     def add(self, ended: Iterable[Ended]) -> None:
         """Note episodes whose end is committed. A failed write is logged, once."""
         try:
-            self._file.write(b"".join(orjson.dumps([each.episode, each.attempt]) + b"\n" for each in ended))
+            self._file.write(b"".join(orjson.dumps([end.episode, end.attempt]) + b"\n" for end in ended))
         except OSError as error:
             if not self._failed:
                 log.warning("ended episodes are not noted, so a loss of them would not be seen", reason=str(error))
@@ -116,7 +116,13 @@ def report_lost(folders: Sequence[Path], path: Path, connection: sqlite3.Connect
     lost = _lost(ended, connection)
     if lost and (path, len(lost)) not in _reported:
         _reported.add((path, len(lost)))
-        log.warning(lost_words(path, lost, len(ended)))
+        ids = ", ".join(episode if len(episode) <= _ID else f"{episode[:_ID]}…" for episode in lost[:_SHOWN])
+        more = f" and {len(lost) - _SHOWN} more" if len(lost) > _SHOWN else ""
+        log.warning(
+            f"{path} is damaged: {len(lost)} of {len(ended)} ended episodes are lost ({ids}{more}), because a file or its write-ahead "
+            "log (run.db, run.db-wal) is missing, cut or damaged; restore both from one copy, or resume: those that are still needed "
+            "run again"
+        )
 
 
 def _lost(ended: Mapping[str, int], connection: sqlite3.Connection) -> list[str]:
@@ -130,13 +136,3 @@ def _lost(ended: Mapping[str, int], connection: sqlite3.Connection) -> list[str]
         for episode, attempt in ended.items()
         if (row := stored.get(episode)) is None or row[0] < attempt or (row[0] == attempt and row[1] != "done")
     ]
-
-
-def lost_words(path: Path, lost: Sequence[str], ended: int) -> str:
-    """Say what is lost of a run's file, and what to do."""
-    shown = ", ".join(each if len(each) <= _ID else f"{each[:_ID]}…" for each in lost[:_SHOWN])
-    more = f" and {len(lost) - _SHOWN} more" if len(lost) > _SHOWN else ""
-    return (
-        f"{path} is damaged: {len(lost)} of {ended} ended episodes are lost ({shown}{more}), because a file or its write-ahead "
-        "log (run.db, run.db-wal) is missing, cut or damaged; restore both from one copy, or resume: those that are still needed run again"
-    )

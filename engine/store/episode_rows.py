@@ -17,10 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 from engine.errors import StoreError
 from engine.storable import stored_fields
-from engine.store import codec, database
+from engine.store import codec, database, dropped
 from engine.store.ended import Ended
 from engine.store.reading import ENTRY, journal_rows
-from engine.store.upkeep import dropped
 
 if TYPE_CHECKING:
     from engine.schemas.environment import Task
@@ -142,7 +141,7 @@ def finish(
         StoreError: part of the journal is missing.
     """
     database.insert(connection, "journal", last)
-    mark_done(connection, number)
+    connection.execute("DELETE FROM crash_counts WHERE episode = ?", (number,))
     count = connection.execute(
         "SELECT count(*) FROM journal WHERE episode = ? AND attempt = ?", (number, attempt)
     ).fetchone()[0]
@@ -194,11 +193,6 @@ def mark_running(connection: sqlite3.Connection, episode: int) -> None:
     connection.execute(
         "INSERT INTO crash_counts VALUES (?, 0, 1) ON CONFLICT (episode) DO UPDATE SET running = 1", (episode,)
     )
-
-
-def mark_done(connection: sqlite3.Connection, episode: int) -> None:
-    """Remove the row of an episode that is done."""
-    connection.execute("DELETE FROM crash_counts WHERE episode = ?", (episode,))
 
 
 def count_crashes(connection: sqlite3.Connection) -> None:

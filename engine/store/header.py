@@ -130,12 +130,12 @@ class RunHeader(Contract):
         """Make the header of a new run of a spec. By default `run_id` is made from the spec's name."""
         spec = loaded.spec
         now = time.time()
-        kept = [
+        references = [
             Reference(path=path, text=text, typed=not isinstance(value_at(loaded.data, path), str))
             for path, text in loaded.references.items()
             if kept_by_reference(path, text)
         ]
-        salt = new_salt() if kept else ""
+        salt = new_salt() if references else ""
         return cls(
             run_id=run_id or new_run_id(spec.name, now),
             name=spec.name,
@@ -143,16 +143,16 @@ class RunHeader(Contract):
             engine_version=engine.__version__,
             packages=package_versions(),
             plugins=_plugins(spec),
-            spec=with_references(dump(spec), kept),
+            spec=with_references(dump(spec), references),
             spec_path=str(loaded.path),
             sources={_absolute(file): text for file, text in loaded.sources.items()},
             overrides=list(overrides),
-            data=with_references(loaded.data, kept),
+            data=with_references(loaded.data, references),
             origins=[_place(path, origin, loaded.sources) for path, origin in loaded.origins.items()],
             evaluation=evaluation,
             fork=fork,
-            references=[(list(each.path), each.text, each.typed) for each in kept],
-            variables=digests([each.text for each in kept], salt),
+            references=[(list(reference.path), reference.text, reference.typed) for reference in references],
+            variables=digests([reference.text for reference in references], salt),
             salt=salt,
         )
 
@@ -189,8 +189,8 @@ class RunHeader(Contract):
     def _filled(self, document: dict[str, Any], *, strict: bool) -> dict[str, Any]:
         """Return a document of this header with the values of its variables filled in."""
         references = [Reference(path=tuple(path), text=text, typed=typed) for path, text, typed in self.references]
-        found: dict[str, Any] = filled(document, references, self.variables, self.salt, strict=strict)
-        return found
+        complete: dict[str, Any] = filled(document, references, self.variables, self.salt, strict=strict)
+        return complete
 
     def loaded_spec(self, *, strict: bool = False) -> LoadedSpec:
         """Return the run's spec as it was loaded when the run was created; its file may have changed since.
@@ -245,13 +245,13 @@ def _plugins(spec: EpisodeSpec) -> dict[str, RunPlugin]:
     plugins: dict[str, RunPlugin] = {}
     for name, face in present.plugins.items():
         package, _, number = present.packages[name].partition(" ")
-        adds, own = names_of(face), package == "episode-engine"
+        adds, shipped = names_of(face), package == "episode-engine"
         plugins[name] = RunPlugin(
             package=package,
             version=number,
             used=name in used,
-            sections=list(adds.get("sections", ())) if not own else [],
-            install=face.install if not own else "",
+            sections=list(adds.get("sections", ())) if not shipped else [],
+            install=face.install if not shipped else "",
         )
     return plugins
 
@@ -275,13 +275,13 @@ def new_run_id(name: str, now: float | None = None) -> str:
 
 @cache
 def _versions() -> tuple[tuple[str, str], ...]:
-    found = [("python", platform.python_version())]
+    versions = [("python", platform.python_version())]
     for package in _PACKAGES:
         try:
-            found.append((package, version(package)))
+            versions.append((package, version(package)))
         except PackageNotFoundError:
             continue
-    return tuple(found)
+    return tuple(versions)
 
 
 def package_versions() -> dict[str, str]:
@@ -320,8 +320,8 @@ def changes_of(before: EpisodeSpec, after: EpisodeSpec, allowed: Sequence[str]) 
             whose keys are those of the spec's code.
     """
     changed = sorted({path for path, _, _ in differences(dump(before), dump(after))})
-    return changed, [path for path in changed if not any(_allows(pattern, path) for pattern in allowed)]
-
-
-def _allows(pattern: str, path: str) -> bool:
-    return fnmatchcase(path, pattern) and not (pattern.startswith("*") and "with" in path.split("."))
+    patterns = {
+        path: [pattern for pattern in allowed if not (pattern.startswith("*") and "with" in path.split("."))]
+        for path in changed
+    }
+    return changed, [path for path in changed if not any(fnmatchcase(path, pattern) for pattern in patterns[path])]

@@ -58,9 +58,9 @@ def stored_images(store: RunReader) -> Callable[[str], EncodedImage | None]:
 
     def fetch(digest: str) -> EncodedImage | None:
         try:
-            found = store.image(digest)
+            image = store.image(digest)
         except StoreError:
             return None
-        return EncodedImage(data=found.data, mime=found.mime)
+        return EncodedImage(data=image.data, mime=image.mime)
 
     return fetch

@@ -50,16 +50,13 @@ class RunLock:
             raise StoreError(f"{folder} cannot be locked: {error}; runs need a file system with flock") from error
         try:
             self._before = self._file.read()
+            self.was_stopped = STOPPED in self._before
+            """Whether the previous holder of the lock called `mark_stopped`."""
             self._write(f"{os.getpid()}\n")
         except OSError as error:
             self._file.close()
             raise StoreError(f"cannot write in {folder}: {error}; free space on the disk") from error
         _held.add(self)
-
-    @property
-    def was_stopped(self) -> bool:
-        """Whether the previous holder of the lock called `mark_stopped`."""
-        return STOPPED in self._before
 
     def mark_stopped(self) -> None:
         """Record that this process ends on purpose, not by a crash. Safe in a signal handler."""

@@ -21,6 +21,7 @@ from engine.schemas.environment import Task
 from engine.schemas.journal import JournalEntry
 from engine.schemas.trajectory import Trajectory
 from engine.store import codec, database
+from engine.store.dropped import Dropped, Space, dropped_among, read_dropped, read_dropped_ids, refuse_dropped, space
 from engine.store.header import RunHeader
 from engine.store.images import StoredImage
 from engine.store.lock import is_held
@@ -28,15 +29,6 @@ from engine.store.reading import EPISODE, EpisodeRow, decoding, episode_row, jou
 from engine.store.results import read_trajectory
 from engine.store.scores import ScoreHead, read_heads, read_score, require
 from engine.store.tool_schemas import ToolSchemas
-from engine.store.upkeep.dropped import (
-    Dropped,
-    Space,
-    dropped_among,
-    read_dropped,
-    read_dropped_ids,
-    refuse_dropped,
-    space,
-)
 from engine.tokens.images import digest_of
 
 if TYPE_CHECKING:
@@ -47,9 +39,9 @@ RunStatus = Literal["running", "stopped", "interrupted", "done"]
 
 _SCORED = "SELECT e.id, s.score FROM scored s JOIN episodes e ON e.number = s.episode WHERE s.label = ?"
 _PAGE = 64
+"""Number of trajectories that are read at a time: a long read would prevent the writer from resetting its WAL."""
 STORE = 2**32
 """Numbers of episodes from one of several stores of a run: those of the next begin `STORE` later."""
-"""Number of trajectories that are read at a time: a long read would prevent the writer from resetting its WAL."""
 
 
 class RunReader:
@@ -58,7 +50,8 @@ class RunReader:
     def __init__(self, folder: Path, header: RunHeader, file: str = database.FILE) -> None:
         self.folder = folder
         self.header = header
-        self._path = folder / file
+        self.path = folder / file
+        """The SQLite file."""
 
     def close(self, status: Literal["interrupted", "done"] | None = None) -> None:
         """Nothing is held open for reading; `RunStore` ends its writing."""
@@ -75,11 +68,6 @@ class RunReader:
     def run_id(self) -> str:
         """The run's id."""
         return self.header.run_id
-
-    @property
-    def path(self) -> Path:
-        """The SQLite file."""
-        return self._path
 
     divided: ClassVar[bool] = False
     """Whether the episodes are in several stores; `contents` then gives one after the other."""
@@ -108,40 +96,38 @@ class RunReader:
     @property
     def status(self) -> RunStatus:
         """The status of the run."""
-        with self._reader() as connection:
-            said: RunStatus = connection.execute("SELECT status FROM run").fetchone()[0]
-        if said == "running" and not is_held(self.folder):
-            return "stopped"
-        return said
+        with self.snapshot() as connection:
+            status: RunStatus = connection.execute("SELECT status FROM run").fetchone()[0]
+        return "stopped" if status == "running" and not is_held(self.folder) else status
 
     def finished(self) -> set[str]:
         """Return the ids of the episodes that are done."""
-        with self._reader() as connection:
+        with self.snapshot() as connection:
             return {row[0] for row in connection.execute("SELECT id FROM episodes WHERE status = 'done'")}
 
     def openings(self) -> list[float]:
         """Unix times at which the run was opened for writing, oldest first."""
-        with self._reader() as connection:
+        with self.snapshot() as connection:
             return [row[0] for row in connection.execute("SELECT at FROM openings ORDER BY rowid")]
 
     def statuses(self) -> dict[str, str]:
         """Return `pending`, `running` (begun and not done) or `done` for each episode, by its id."""
-        with self._reader() as connection:
+        with self.snapshot() as connection:
             return dict(connection.execute("SELECT id, status FROM episodes").fetchall())
 
     def dropped(self) -> Dropped:
         """Return how many episodes have only their summary left, because their content was dropped to save space."""
-        with self._reader() as connection:
+        with self.snapshot() as connection:
             return read_dropped(connection)
 
     def dropped_ids(self) -> set[str]:
         """Return the ids of the episodes whose content was dropped."""
-        with self._reader() as connection:
+        with self.snapshot() as connection:
             return read_dropped_ids(connection)
 
     def space(self) -> Space:
         """Return the size of the run's file."""
-        with self._reader() as connection:
+        with self.snapshot() as connection:
             return space(connection)
 
     def episodes(self, score: str | None = None) -> list[EpisodeRow]:
@@ -151,7 +137,7 @@ class RunReader:
             StoreError: the run has no such score.
         """
         query = f"SELECT {EPISODE} FROM episodes ORDER BY task_index, sample_index, number"
-        with self._reader() as connection:
+        with self.snapshot() as connection:
             rows = [episode_row(row) for row in connection.execute(query)]
             if score is None:
                 return rows
@@ -165,7 +151,7 @@ class RunReader:
         Raises:
             StoreError: the run has no such id.
         """
-        with self._reader() as connection:
+        with self.snapshot() as connection:
             return self._row(connection, episode_id)
 
     def samples(self, task_id: str) -> list[EpisodeRow]:
@@ -174,7 +160,7 @@ class RunReader:
             f"SELECT {EPISODE} FROM episodes WHERE task_id = ? AND "
             "task_index = (SELECT position FROM tasks WHERE id = ?) ORDER BY sample_index, number"
         )
-        with self._reader() as connection:
+        with self.snapshot() as connection:
             return [episode_row(row) for row in connection.execute(query, (task_id, task_id))]
 
     def task(self, task_id: str) -> Task:
@@ -183,11 +169,11 @@ class RunReader:
         Raises:
             StoreError: the run has no such id.
         """
-        with self._reader() as connection:
+        with self.snapshot() as connection:
             row = connection.execute("SELECT position, fields FROM tasks WHERE id = ?", (task_id,)).fetchone()
         if row is None:
             raise StoreError(f"{self.run_id} has no task `{task_id}`")
-        with decoding(self._path, task_id), codec.damaged("the task"):
+        with decoding(self.path, task_id), codec.damaged("the task"):
             return Task(id=task_id, index=row[0], fields=from_json(row[1]))
 
     def journal(self, episode_id: str, attempt: int | None = None) -> list[JournalEntry]:
@@ -197,12 +183,12 @@ class RunReader:
             StoreError: the run has no such episode.
             DroppedError: its content was dropped.
         """
-        with self._reader() as connection:
+        with self.snapshot() as connection:
             row = self._row(connection, episode_id)
             rows = journal_rows(connection, row.number, row.attempt if attempt is None else attempt)
             if not rows:
                 refuse_dropped(connection, row.number, row.id)
-        with decoding(self._path, episode_id):
+        with decoding(self.path, episode_id):
             return [codec.read_entry(entry) for entry in rows]
 
     def current_states(self) -> dict[str, str]:
@@ -211,12 +197,12 @@ class RunReader:
             "SELECT e.id, (SELECT dest FROM journal j WHERE j.episode = e.number AND j.attempt = e.attempt "
             "ORDER BY seq DESC LIMIT 1) FROM episodes e WHERE status = 'running'"
         )
-        with self._reader() as connection:
+        with self.snapshot() as connection:
             return {episode: state or "" for episode, state in connection.execute(query)}
 
     def scores(self) -> list[ScoreHead]:
         """Return the heads of the run's scores by other rules, oldest first."""
-        with self._reader() as connection:
+        with self.snapshot() as connection:
             return read_heads(connection)
 
     def score(self, label: str) -> ScoreHead:
@@ -225,7 +211,7 @@ class RunReader:
         Raises:
             StoreError: the run has none of that name.
         """
-        with self._reader() as connection:
+        with self.snapshot() as connection:
             return require(connection, label, self.run_id)
 
     def trajectory(self, episode_id: str, score: str | None = None) -> Trajectory:
@@ -235,21 +221,21 @@ class RunReader:
             StoreError: the run has no such episode or score, or the episode is not done.
             DroppedError: its content was dropped.
         """
-        with self._reader() as connection:
+        with self.snapshot() as connection:
             row = self._row(connection, episode_id)
             if row.status != "done":
                 raise StoreError(f"{episode_id} is {row.status}: it has no trajectory yet")
             refuse_dropped(connection, row.number, row.id)
             text = connection.execute("SELECT trajectory FROM trajectories WHERE episode = ?", (row.number,)).fetchone()
-            found = self._decoded(connection, row.id, row.number, text[0] if text is not None else None)
+            trajectory = self._decoded(connection, row.id, row.number, text[0] if text is not None else None)
             if score is None:
-                return found
+                return trajectory
             require(connection, score, self.run_id)
             scored = connection.execute(_SCORED + " AND s.episode = ?", (score, row.number)).fetchone()
             if scored is None:
                 raise StoreError(f"{episode_id} was not done when the run was scored as `{score}`")
-            with decoding(self._path, episode_id):
-                return read_score(scored[1]).over(found)
+            with decoding(self.path, episode_id):
+                return read_score(scored[1]).over(trajectory)
 
     def trajectories(self, score: str | None = None) -> Iterator[Trajectory]:
         """Yield every finished episode with content, in the order of tasks and samples, with a few in memory at a time.
@@ -264,12 +250,12 @@ class RunReader:
         if score is None:
             yield from self._trajectories()
             return
-        with self._reader() as connection:
+        with self.snapshot() as connection:
             require(connection, score, self.run_id)
             texts = dict(connection.execute(_SCORED, (score,)))
         for trajectory in self._trajectories():
             if trajectory.episode_id in texts:
-                with decoding(self._path, trajectory.episode_id):
+                with decoding(self.path, trajectory.episode_id):
                     rescored = read_score(texts[trajectory.episode_id]).over(trajectory)
                 yield rescored
 
@@ -282,7 +268,7 @@ class RunReader:
         )  # the uses `t` and `t~1` of a task in a training have one position, and are two groups
         last: tuple[int, str, int, int] = (-1, "", -1, -1)
         while True:
-            with self._reader() as connection:
+            with self.snapshot() as connection:
                 rows = connection.execute(query, last).fetchall()
                 gone = read_dropped_ids(connection) if any(row[4] is None for row in rows) else ()
                 page = [
@@ -296,13 +282,13 @@ class RunReader:
             last = rows[-1][:4]
 
     def _decoded(self, connection: sqlite3.Connection, episode_id: str, number: int, text: str | None) -> Trajectory:
-        with decoding(self._path, episode_id):
+        with decoding(self.path, episode_id):
             if text is None:
                 raise StoreError("its trajectory is missing, so the file is damaged")
             return read_trajectory(connection, number, text)
 
     def _rescored(self, row: EpisodeRow, text: str) -> EpisodeRow:
-        with decoding(self._path, row.id):
+        with decoding(self.path, row.id):
             outcome = read_score(text).outcome
         failure = outcome.failure
         return replace(
@@ -324,7 +310,7 @@ class RunReader:
 
     def image_digests(self) -> list[str]:
         """Return the digests of the run's images, in the order in which they were stored."""
-        with self._reader() as connection:
+        with self.snapshot() as connection:
             return [row[0] for row in connection.execute("SELECT digest FROM images ORDER BY rowid")]
 
     def image(self, digest: str) -> StoredImage:
@@ -333,7 +319,7 @@ class RunReader:
         Raises:
             StoreError: the run has no such image, or its bytes are damaged.
         """
-        with self._reader() as connection:
+        with self.snapshot() as connection:
             row = connection.execute(
                 "SELECT digest, mime, width, height, bytes FROM images WHERE digest = ?", (digest,)
             ).fetchone()
@@ -341,7 +327,7 @@ class RunReader:
             raise StoreError(f"{self.run_id} has no image {digest}")
         image = StoredImage(**dict(zip(StoredImage.__struct_fields__, row, strict=True)))
         if digest_of(image.data) != digest:
-            raise StoreError(f"{self._path}: the image {digest} is damaged")
+            raise StoreError(f"{self.path}: the image {digest} is damaged")
         return image
 
     def _row(self, connection: sqlite3.Connection, episode_id: str) -> EpisodeRow:
@@ -361,7 +347,8 @@ class RunReader:
         Raises:
             StoreError: the file cannot be read.
         """
-        with self._reader() as connection:
+        with closing(database.connect_reader(self.path)) as connection, reading(self.path):
+            connection.execute("BEGIN")  # one snapshot for everything that is read with this connection
             yield connection
 
     def refresh(self) -> None:
@@ -372,7 +359,7 @@ class RunReader:
 
         With each comes what is to be added to the episode numbers of its tables: a sharded run has many stores.
         """
-        with self._reader() as connection:
+        with self.snapshot() as connection:
             yield connection, 0
 
     def live(self) -> Iterator[tuple[sqlite3.Connection, int]]:
@@ -385,7 +372,7 @@ class RunReader:
             "SELECT t.trajectory, e.id FROM episodes e LEFT JOIN trajectories t ON t.episode = e.number "
             "WHERE e.number = ? AND e.status = 'done'"
         )
-        with self._reader() as connection:
+        with self.snapshot() as connection:
             gone = {number for number, _ in dropped_among(connection, numbers)}
             for number in numbers:
                 for text, name in connection.execute(query, (number,)).fetchall():
@@ -394,11 +381,5 @@ class RunReader:
 
     def has_image(self, digest: str) -> bool:
         """Return whether the run has an image."""
-        with self._reader() as connection:
+        with self.snapshot() as connection:
             return connection.execute("SELECT 1 FROM images WHERE digest = ?", (digest,)).fetchone() is not None
-
-    @contextmanager
-    def _reader(self) -> Iterator[sqlite3.Connection]:
-        with closing(database.connect_reader(self._path)) as connection, reading(self._path):
-            connection.execute("BEGIN")  # one snapshot for everything that is read with this connection
-            yield connection

@@ -85,11 +85,11 @@ def decoding(path: Path, whose: str) -> Iterator[None]:
 
 
 def episode_row(row: tuple[Any, ...]) -> EpisodeRow:
-    found = EpisodeRow(**dict(zip(EpisodeRow.__struct_fields__, row, strict=True)))
+    summary = EpisodeRow(**dict(zip(EpisodeRow.__struct_fields__, row, strict=True)))
     return replace(
-        found,
-        solved=None if found.solved is None else bool(found.solved),
-        trainable=None if found.trainable is None else bool(found.trainable),
+        summary,
+        solved=None if summary.solved is None else bool(summary.solved),
+        trainable=None if summary.trainable is None else bool(summary.trainable),
     )
 
 

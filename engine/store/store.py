@@ -37,10 +37,11 @@ from engine.schemas.environment import Task
 from engine.schemas.message import ImagePart
 from engine.schemas.trajectory import Blame
 from engine.storable import stored_fields
-from engine.store import codec, database, episode_rows
+from engine.store import codec, database, dropped, episode_rows
 from engine.store.ended import EndedList, report_lost
 from engine.store.episode_rows import episode_id_of
 from engine.store.find import find_run, open_elsewhere
+from engine.store.fork import begin_again, copy_shared
 from engine.store.header import RunHeader, package_versions
 from engine.store.images import measure
 from engine.store.journal import Journal
@@ -49,8 +50,6 @@ from engine.store.private import private_folder
 from engine.store.reader import RunReader
 from engine.store.reading import EpisodeRow, own_header, reading
 from engine.store.scores import EpisodeScore, write_score
-from engine.store.upkeep import dropped
-from engine.store.upkeep.fork import begin_again, copy_shared
 from engine.store.writer import Writer
 
 __all__ = ["EpisodeRow", "RunStore", "episode_id_of", "find_run"]
@@ -162,16 +161,11 @@ class RunStore(RunReader):
             raise
         return opened
 
-    @property
-    def readonly(self) -> bool:
-        """Whether this store is read-only."""
-        return self._writer is None
-
     # --- writing ---
 
     def crashes(self) -> dict[str, int]:
         """Return how many crashes of the engine each episode was running at, by episode id; see `engine.store.episode_rows`."""
-        with self._reader() as connection:
+        with self.snapshot() as connection:
             return episode_rows.crash_counts(connection)
 
     async def plan(self, tasks: Sequence[Task], samples_per_task: int) -> None:
@@ -223,7 +217,7 @@ class RunStore(RunReader):
         return ids
 
     async def drop(self, episode_ids: Sequence[str], *, keep_failed: bool = False) -> dropped.Content:
-        """Delete the content of a group's episodes in one commit. The space is used for the next episodes; see `engine.store.upkeep.dropped`.
+        """Delete the content of a group's episodes in one commit. The space is used for the next episodes; see `engine.store.dropped`.
 
         Args:
             episode_ids: Episodes that do not run, and that nothing reads any more.
@@ -295,7 +289,7 @@ class RunStore(RunReader):
         """
         self.close()
         try:
-            with self._reader() as connection:
+            with self.snapshot() as connection:
                 if connection.execute("SELECT 1 FROM episodes LIMIT 1").fetchone() is not None:
                     return False
         except StoreError:  # on a full disk SQLite cannot even read: the run may have episodes, so it stays
@@ -315,7 +309,7 @@ class RunStore(RunReader):
         self._closed = True
         try:
             self._writer.close()
-            with closing(database.connect_writer(self._path)) as connection, reading(self._path):
+            with closing(database.connect_writer(self.path)) as connection, reading(self.path):
                 episode_rows.clear_running(connection)
                 connection.execute(
                     "UPDATE run SET status = coalesce(?, (SELECT CASE count(*) WHEN 0 THEN 'interrupted' "

@@ -44,19 +44,22 @@ class ToolSchemas:
 
     @classmethod
     def read(cls, lines: Iterable[bytes]) -> ToolSchemas:
-        """Return the tools that `lines` of another store told."""
+        """Return the tools that `lines` of another store line_read."""
         made = cls(Path(os.devnull))
         for line in lines:
-            told = orjson.loads(line)
-            made._add(told["episode_id"], orjson.dumps(told["tools"]))
+            line_read = orjson.loads(line)
+            made._add(line_read["episode_id"], orjson.dumps(line_read["tools"]))
         return made
 
     def lines(self, episodes: Iterable[str]) -> list[bytes]:
         """The lines of a file that has the tools of these episodes."""
         if self._shared is None:
             return []
-        told = [("", self._shared), *((each, self._own[each]) for each in episodes if each in self._own)]
-        return [b'{"episode_id":' + orjson.dumps(name) + b',"tools":' + tools + b"}" for name, tools in told]
+        of_episodes = [
+            ("", self._shared),
+            *((episode, self._own[episode]) for episode in episodes if episode in self._own),
+        ]
+        return [b'{"episode_id":' + orjson.dumps(name) + b',"tools":' + tools + b"}" for name, tools in of_episodes]
 
     def _add(self, episode_id: str, tools: bytes) -> None:
         if self._shared is None:

@@ -24,13 +24,12 @@ from pydantic import ValidationError
 from engine.errors import TrainError
 from engine.store import RunHeader, RunStore
 from engine.store.database import FILE as RUN_FILE
-from engine.store.find import is_file, open_elsewhere
+from engine.store.find import is_file
 from engine.store.lock import FILE as LOCK_FILE
 from engine.store.private import private_file, private_folder
 
 if TYPE_CHECKING:
     from engine.spec.load import LoadedSpec
-    from engine.store.reader import RunReader
 
 _HEADER = "train.json"
 ROLLOUTS = "rollouts"
@@ -105,17 +104,17 @@ def find_training(word: str, out: Path) -> Path:
     path = Path(word)
     if is_file(path / _HEADER):
         return path
-    found = trainings(out)
-    if word == "latest" and found:
-        return max(found, key=lambda folder: (folder / _HEADER).stat().st_mtime)
-    meant = [folder for folder in found if word and folder.name.startswith(word)]
-    exact = [folder for folder in meant if folder.name == word]
-    if len(exact or meant) == 1:
-        return (exact or meant)[0]
-    if meant:
-        shown = ", ".join(folder.name for folder in meant[:5])
+    all_trainings = trainings(out)
+    if word == "latest" and all_trainings:
+        return max(all_trainings, key=lambda folder: (folder / _HEADER).stat().st_mtime)
+    begun_so = [folder for folder in all_trainings if word and folder.name.startswith(word)]
+    exact = [folder for folder in begun_so if folder.name == word]
+    if len(exact or begun_so) == 1:
+        return (exact or begun_so)[0]
+    if begun_so:
+        shown = ", ".join(folder.name for folder in begun_so[:5])
         raise TrainError(
-            f"{len(meant)} trainings begin with `{word}`: {shown}; give more of the id", kind="train_setup"
+            f"{len(begun_so)} trainings begin with `{word}`: {shown}; give more of the id", kind="train_setup"
         )
     raise TrainError(
         f"no training `{word}` in {out}; give its folder, its id, or `latest` (`engine train SPEC` starts one)",
@@ -151,12 +150,3 @@ def open_rollouts(folder: Path, loaded: LoadedSpec) -> RunStore:
     if (folder / ROLLOUTS).exists():  # a launch was killed while it made the store
         shutil.rmtree(folder / ROLLOUTS)
     return RunStore.create(folder, RunHeader.of(loaded, run_id=ROLLOUTS))
-
-
-def open_reader(store: RunStore) -> RunReader:
-    """The episodes of a training: its run store, read together with those of its drivers, if it has had several.
-
-    Raises:
-        StoreError: a driver's store is damaged.
-    """
-    return open_elsewhere(store.folder) or store

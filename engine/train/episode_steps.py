@@ -23,6 +23,7 @@ from engine.runner.task_order import DrawFilter, TaskOrder, open_filter
 from engine.schemas.journal import GenerationRecord
 from engine.spec.tasks import load_tasks
 from engine.store import training as folders
+from engine.store.find import open_elsewhere
 from engine.store.store import episode_id_of
 from engine.train.batch_log import BatchRecord, check_tasks
 from engine.train.batches import GroupBuilder, masked_metrics
@@ -110,7 +111,8 @@ class EpisodeSteps(StepSource):
             runner.counters.total = trainer.train.steps * trainer.train.tasks_per_step * samples
             if trainer.watch is not None:
                 trainer.watch(runner.counters)
-            self._stored = StoredEpisodes(await asyncio.to_thread(folders.open_reader, self._store), samples)
+            elsewhere = await asyncio.to_thread(open_elsewhere, self._store.folder)
+            self._stored = StoredEpisodes(elsewhere or self._store, samples)
             async with runner.serving():
                 yield
         finally:

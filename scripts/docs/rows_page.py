@@ -25,8 +25,8 @@ def rows_page() -> str:
 
 
 def _columns() -> list[str]:
-    from engine.store.parquet import describe_types
     from engine.store.rows.columns import MEANINGS
+    from engine.store.rows.export import describe_types
 
     types = describe_types()
     lines = [

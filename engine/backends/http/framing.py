@@ -261,8 +261,8 @@ class ReplyReader:
                 chunked = True
             elif name == b"connection":
                 self.keep = value.strip().lower() != b"close" and (self.keep or value.strip().lower() == b"keep-alive")
-        if status in RETRY_AFTER_STATUSES and (told := _RETRY_AFTER.search(head)) is not None:
-            self.retry_after = told[1]
+        if status in RETRY_AFTER_STATUSES and (pause := _RETRY_AFTER.search(head)) is not None:
+            self.retry_after = pause[1]
         if chunked:
             self._chunks = ChunkedBody(self._most)
             self._left = 0

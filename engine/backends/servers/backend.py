@@ -12,6 +12,7 @@ import secrets
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import structlog
@@ -184,7 +185,8 @@ class ServersBackend(Backend):
                             break
                     if not any(server.usable for server in self.pool.servers):
                         await self.pool.available(call.request.episode_id, call.failed_servers)
-                    call.send_again()
+                    call.over, call.error = asyncio.get_running_loop().create_future(), None
+                    call.send()
                     await call.over
         except TimeoutError:
             self.counts["timeouts"] += 1
@@ -210,16 +212,10 @@ class ServersBackend(Backend):
         if server not in failed:
             failed.append(server)
         if not error.refused and all(other in failed or not other.usable for other in self.pool.servers):
-            await self._wait(call.tries.pause)
-
-    async def _wait(self, seconds: float) -> None:
-        """Wait before another try. Raises: BackendError: the backend was closed meanwhile."""
-        try:
-            async with asyncio.timeout(seconds):
-                await self._closing.wait()
-        except TimeoutError:
-            return
-        raise BackendError("the backend was closed", kind="closed")
+            with suppress(TimeoutError):
+                async with asyncio.timeout(call.tries.pause):
+                    await self._closing.wait()
+                raise BackendError("the backend was closed", kind="closed")
 
     # -- what a `ReplyCall` asks
 

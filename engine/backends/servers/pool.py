@@ -199,23 +199,23 @@ class Pool:
         return server
 
     def choose(self, episode_id: str, avoid: Iterable[Server] = ()) -> Server | None:
-        """The server for an episode's next request: its own while that is available, else the least loaded; None: there is none.
+        """The server for an episode's next request: its sticky while that is available, else the least loaded; None: there is none.
 
         Args:
             episode_id: The episode of the request.
             avoid: Servers that failed this request; they are used again only if no other is left.
         """
-        own = self._sticky.get(episode_id)
-        if own is not None and own.healthy and not own.resting and own not in avoid:
+        sticky = self._sticky.get(episode_id)
+        if sticky is not None and sticky.healthy and not sticky.resting and sticky not in avoid:
             self._sticky.move_to_end(episode_id)
-            return own
+            return sticky
         usable = [server for server in self.servers if server.usable]
         candidates = [server for server in usable if server not in avoid] or usable
         if not candidates:
             return None
         server = min(candidates, key=lambda s: (s.in_flight, s.assigned))
-        if server is not own:
-            if own is not None:
+        if server is not sticky:
+            if sticky is not None:
                 self.failovers += 1
             server.assigned += 1
             self._sticky[episode_id] = server

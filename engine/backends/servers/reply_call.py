@@ -9,7 +9,6 @@ aborted on its server, so no server goes on sampling for nobody.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from math import inf
 from typing import TYPE_CHECKING
@@ -129,11 +128,6 @@ class ReplyCall(HttpCall):
         server.begin()
         backend.tries.watch(self)
         server.http.start(self)
-
-    def send_again(self) -> None:
-        """Send another request."""
-        self.over, self.error = asyncio.get_running_loop().create_future(), None
-        self.send()
 
     @property
     def rid(self) -> str:

@@ -168,12 +168,9 @@ class RequestEncoder:
 
     def forget(self, episode_id: str) -> None:
         """Drop the prompt of an episode that has ended."""
-        self._drop(episode_id)
-
-    def _drop(self, key: str) -> None:
-        known = self._known.pop(key, None)
-        if known is not None:
-            self._used -= known.ids.nbytes + len(known.text)
+        prompt = self._known.pop(episode_id, None)
+        if prompt is not None:
+            self._used -= prompt.ids.nbytes + len(prompt.text)
 
     def _prompt(self, episode_id: str, ids: np.ndarray) -> bytes:
         tail, text = ids, b""
@@ -200,7 +197,7 @@ class RequestEncoder:
         self._known[episode_id] = known
         self._used += known.ids.nbytes + len(known.text)
         while self._used > self._memory and len(self._known) > 1:
-            self._drop(next(iter(self._known)))
+            self.forget(next(iter(self._known)))
 
     def _sampling_text(self, request: GenerateRequest, sampled: int) -> bytes:
         """All sampling parameters except length and seed, as JSON without the braces; encoded once per spec."""
@@ -208,13 +205,13 @@ class RequestEncoder:
             left = max(0, request.sampling.min_new_tokens - sampled)
             return self._dump(request.sampling.model_copy(update={"min_new_tokens": left}), request)
         key = (id(request.sampling), tuple(request.stop_token_ids), tuple(request.banned_token_ids))
-        found = self._sampling.get(key)
-        if found is None:
+        encoded = self._sampling.get(key)
+        if encoded is None:
             if len(self._sampling) >= 64:
                 self._sampling.clear()
             # the object is kept with its text, so that its id cannot be reused
-            found = self._sampling[key] = (request.sampling, self._dump(request.sampling, request))
-        return found[1]
+            encoded = self._sampling[key] = (request.sampling, self._dump(request.sampling, request))
+        return encoded[1]
 
     def _dump(self, sampling: SamplingParams, request: GenerateRequest) -> bytes:
         fields = self.dialect.sampling_fields(sampling, request.stop_token_ids, request.banned_token_ids)
@@ -372,7 +369,7 @@ def can_resume(sampling: SamplingParams) -> bool:
 
     A server applies penalties, grammars and expressions only to what it samples in one request.
     """
-    whole = (
+    of_whole_reply = (
         sampling.frequency_penalty,
         sampling.presence_penalty,
         sampling.json_schema,
@@ -381,7 +378,7 @@ def can_resume(sampling: SamplingParams) -> bool:
         sampling.structural_tag,
         sampling.stop_regex,
     )
-    return not any(whole) and sampling.repetition_penalty in (None, 1.0)
+    return not any(of_whole_reply) and sampling.repetition_penalty in (None, 1.0)
 
 
 def clean_cut(ids: Sequence[int], stops: Sequence[str], decode: Callable[[list[int]], str]) -> int:
@@ -463,8 +460,8 @@ def _join_versions(parts: Sequence[ReplyPart]) -> list[VersionSpan]:
     spans: list[VersionSpan] = []
     at = 0
     for part in parts:
-        own = part.versions or [VersionSpan(version=0, start=0, end=len(part.ids))]
-        for span in own:
+        of_part = part.versions or [VersionSpan(version=0, start=0, end=len(part.ids))]
+        for span in of_part:
             if span.end == span.start:
                 continue
             if spans and spans[-1].version == span.version:

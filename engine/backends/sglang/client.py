@@ -211,11 +211,11 @@ class SGLangBackend(CheckedServers):
 
     def stats(self) -> dict[str, Any]:
         """Counts since the start, and the certificate of the prompts."""
-        known = [server.images for server in self.workers if server.images is not None]
+        facts_of_images = [server.images for server in self.workers if server.images is not None]
         images = {
             "sent": "scaled",
-            "server_processors": sorted({facts.processor for facts in known}),
-            "unscaled_gap": max((facts.unscaled_gap for facts in known), default=None),
+            "server_processors": sorted({facts.processor for facts in facts_of_images}),
+            "unscaled_gap": max((facts.unscaled_gap for facts in facts_of_images), default=None),
         }
         return {
             **super().stats(),

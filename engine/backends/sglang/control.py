@@ -210,39 +210,29 @@ class Control:
 
     # -- pauses
 
-    async def pause(self, mode: PauseMode = "retract") -> None:
-        """Pause sampling on all servers. New requests wait.
+    async def pause(self, mode: PauseMode = "retract", servers: list[Server] | None = None) -> None:
+        """Pause sampling on these servers; default: on all that are there. New requests wait.
 
         Raises:
             BackendError: a server did not; sampling goes on everywhere else.
         """
-        await self._pause(mode, self.servers.reachable())
-
-    async def resume(self) -> None:
-        """Continue sampling on all servers."""
-        await self._resume(self.servers.reachable())
-
-    @asynccontextmanager
-    async def paused(self, mode: PauseMode = "retract") -> AsyncIterator[None]:
-        """Sampling is paused inside the block, and continues afterwards in any case."""
-        async with self._held(mode, self.servers.reachable()):
-            yield
-
-    async def _pause(self, mode: PauseMode, servers: list[Server]) -> None:
         await self.servers.call("POST", "/pause_generation", {"mode": mode}, seconds=PAUSE_SECONDS, servers=servers)
         self._paused = mode
 
-    async def _resume(self, servers: list[Server]) -> None:
+    async def resume(self, servers: list[Server] | None = None) -> None:
+        """Continue sampling on these servers; default: on all that are there."""
         self._paused = None
         await self.servers.call("POST", "/continue_generation", _RESUME, seconds=PAUSE_SECONDS, servers=servers)
 
     @asynccontextmanager
-    async def _held(self, mode: PauseMode, servers: list[Server]) -> AsyncIterator[None]:
+    async def paused(self, mode: PauseMode = "retract") -> AsyncIterator[None]:
+        """Sampling is paused inside the block, and continues afterwards in any case."""
+        servers = self.servers.reachable()
         try:
-            await self._pause(mode, servers)
+            await self.pause(mode, servers)
             yield
         finally:
-            await self._resume(servers)
+            await self.resume(servers)
 
     # -- weights
 
@@ -379,7 +369,7 @@ class Control:
 
     def accepts(self, version: str, expected: str) -> bool:
         """See `GivenWeights`. Weights of another process may be newer, because it tells their version after it has pushed them."""
-        return version == expected or (self._follows and _number(version) > int(expected))
+        return version == expected or (self._follows and version.isdigit() and int(version) > int(expected))
 
     async def versions(self) -> dict[str, str]:
         """URL -> name of the weights that this server says it has."""
@@ -492,7 +482,12 @@ class Control:
         weights, adapters = self._weights, dict(self._adapters)
         self._refuse_during_update(server)
         if self._follows:
-            await self._refuse_older(server)
+            version = str((await server.json("GET", "/model_info"))["weight_version"])
+            if not self.accepts(version, str(self.expected)):
+                raise BackendError(
+                    f"{server.url} has weights {version!r}, not {self.expected!r}, and waits for the trainer's",
+                    kind="stale_weights",
+                )
             return
         await self.memory.catch_up(server)
         if weights is not None:
@@ -516,22 +511,9 @@ class Control:
             raise BackendError(f"{server.url} missed an update while it loaded the one before", kind="updating")
         self._refuse_during_update(server)
 
-    async def _refuse_older(self, server: Server) -> None:
-        found = str((await server.json("GET", "/model_info"))["weight_version"])
-        if not self.accepts(found, str(self.expected)):
-            raise BackendError(
-                f"{server.url} has weights {found!r}, not {self.expected!r}, and waits for the trainer's",
-                kind="stale_weights",
-            )
-
     def _refuse_during_update(self, server: Server) -> None:
         if self._lock.locked():
             raise BackendError(f"{server.url} waits for the end of an update of the others", kind="updating")
-
-
-def _number(version: str) -> int:
-    """The number in the name of weights; -1: those with which a server started."""
-    return int(version) if version.isdigit() else -1
 
 
 def _adapter(name: str, path: str, pinned: bool) -> dict[str, Any]:

@@ -143,9 +143,9 @@ async def ask_logprobs(
             f"{server.url} refuses a sample prompt ({reply.status}): {error_text(reply)}", kind="wrong_server"
         )
     try:
-        found = msgspec.json.decode(reply.body)
-        rows = found["meta_info"]["input_token_logprobs"]
-        return list(found["prompt_token_ids"]), np.array([row[0] or 0.0 for row in rows])
+        decoded = msgspec.json.decode(reply.body)
+        rows = decoded["meta_info"]["input_token_logprobs"]
+        return list(decoded["prompt_token_ids"]), np.array([row[0] or 0.0 for row in rows])
     except (msgspec.DecodeError, KeyError, TypeError, IndexError) as error:
         raise BackendError(
             f"{server.url} does not return the ids and log-probs of a sample prompt: {error!r}",

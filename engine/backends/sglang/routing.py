@@ -30,15 +30,15 @@ def layout_of(folder: Path) -> ExpertLayout:
         BackendError: Kind `no_experts`: it has none.
     """
     try:
-        found = expert_layout(json.loads((folder / "config.json").read_text("utf-8")))
+        layout = expert_layout(json.loads((folder / "config.json").read_text("utf-8")))
     except (OSError, ValueError) as error:
         raise BackendError(f"backend.routed_experts: {folder}/config.json: {error}", kind="no_experts") from None
-    if found is None:
+    if layout is None:
         raise BackendError(
             f"backend.routed_experts: the model in {folder} has no experts, so no routing is reported: remove the key",
             kind="no_experts",
         )
-    return found
+    return layout
 
 
 def routed_experts(text: str | None, sent: EncodedRequest, sampled: int) -> np.ndarray | None:
@@ -87,11 +87,11 @@ def checked_experts(choices: np.ndarray, layout: ExpertLayout) -> np.ndarray:
     dtype = expert_dtype(layout.experts).newbyteorder("=")
     if choices.min(initial=0) < 0 or choices.max(initial=0) >= layout.experts:
         raise ReplyError(f"it routes a token to an expert outside [0, {layout.experts})")
-    found = choices.astype(dtype)
+    experts = choices.astype(dtype)
     if layout.top_k > 1:
-        same = found[:, :, 0] == found[:, :, 1]  # the first two alone: sorting all would take 25 µs a token
+        same = experts[:, :, 0] == experts[:, :, 1]  # the first two alone: sorting all would take 25 µs a token
         if (same if len(layout.sparse) == layout.layers else same[:, list(layout.sparse)]).any():
             raise ReplyError(
                 "it routes a token to one expert twice in one layer: the server does not record its choices"
             )
-    return found
+    return experts

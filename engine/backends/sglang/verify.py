@@ -56,7 +56,7 @@ async def verify_servers(
     wanted, ids, digest = sample_prompt(format)
     uri = None if digest is None or format.vision is None else format.vision.bank.scaled_uri(digest)
     try:
-        own = await asyncio.to_thread(lambda: _recompute(folder(), format, wanted, digest))
+        ours = await asyncio.to_thread(lambda: _recompute(folder(), format, wanted, digest))
     except (OSError, ValueError, ImportError, RuntimeError) as error:
         raise BackendError(
             f"`backend.verify`: the model cannot be loaded or run in this process: {error}", kind="unsupported_model"
@@ -64,7 +64,7 @@ async def verify_servers(
     compared = np.ones(len(wanted) - 1, bool)
     if (
         format.vision is not None
-    ):  # at placeholders a server returns the log-probs of its own ids, which differ from ours
+    ):  # at placeholders a server returns the log-probs of its ours ids, which differ from ours
         compared = wanted[1:] != format.vision.placeholder_id
     worst = ServerDifference(largest=0.0, mean=0.0, tokens=int(compared.sum()))
     for server in servers:
@@ -74,18 +74,18 @@ async def verify_servers(
                 f"`backend.verify`: {server.url} expands a prompt of {len(wanted)} tokens to {len(seen)}",
                 kind="wrong_server",
             )
-        off = np.abs(theirs[1:] - own)[compared]
-        found = ServerDifference(largest=float(off.max()), mean=float(off.mean()), tokens=len(off))
+        off = np.abs(theirs[1:] - ours)[compared]
+        difference = ServerDifference(largest=float(off.max()), mean=float(off.mean()), tokens=len(off))
         dtype = str((await server.json("GET", "/server_info")).get("dtype"))
-        if not found.mean <= MAX_GAP.get(dtype, MAX_HALF):
+        if not difference.mean <= MAX_GAP.get(dtype, MAX_HALF):
             raise BackendError(
                 f"`backend.verify`: the log-probs of {server.url} ({dtype}) differ from those of the model's files by "
-                f"{found.mean:.2g} on average and {found.largest:.2g} at most, over {found.tokens} tokens"
+                f"{difference.mean:.2g} on average and {difference.largest:.2g} at most, over {difference.tokens} tokens"
                 f"{'' if digest is None else ' after an image'}: it has other weights, or processes "
                 f"{'prompts' if digest is None else 'images'} differently",
                 kind="wrong_server",
             )
-        worst = max(worst, found, key=lambda difference: difference.largest)
+        worst = max(worst, difference, key=lambda difference: difference.largest)
     return worst
 
 
@@ -105,5 +105,5 @@ def _recompute(folder: Path, format: ChatTemplate, ids: IntVector, digest: str |
         model = kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").eval()
     with torch.inference_mode():
         logits = model(**inputs).logits[0, :-1].double()
-    found: np.ndarray = logits.log_softmax(-1).gather(1, tokens[0, 1:, None])[:, 0].numpy()
-    return found
+    logprobs: np.ndarray = logits.log_softmax(-1).gather(1, tokens[0, 1:, None])[:, 0].numpy()
+    return logprobs

@@ -1,12 +1,11 @@
 """Models behind chat APIs, and what they cost.
 
-spec.py           the backends `openai` and `anthropic`, their prices, and the section `rollout.max_cost`
-backend.py        the base class of their backends; openai.py, anthropic.py: one protocol each
-chat_history.py   calls and results in pairs; pace.py: requests and tokens in a minute
-budget.py         what a run has cost, in a file
-costs.py          counts the costs of a run or a training
-rules.py          the rule `backend.no-prices`
-facts.py          what `rollout.max_cost` means for other parts of a spec
+spec.py      the backends `openai` and `anthropic`, their prices, and the section `rollout.max_cost`
+backend.py   the base class of their backends; openai.py, anthropic.py: one protocol each
+pace.py      requests and tokens in a minute
+budget.py    what a run has cost, in a file
+costs.py     counts the costs of a run or a training
+rules.py     the rule `backend.no-prices`
 """
 
 from engine.plugin import Plugin, Section
@@ -31,6 +30,6 @@ PLUGIN = Plugin(
     rules=("engine.plugins.chat_apis.rules",),
     hooks={
         "open_service": "engine.plugins.chat_apis.costs:open_service",
-        "spec_facts": "engine.plugins.chat_apis.facts:facts",
+        "spec_facts": "engine.plugins.chat_apis.spec:facts",
     },
 )

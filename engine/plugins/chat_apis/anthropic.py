@@ -48,10 +48,6 @@ _STATUSES = {
 """Status that the API sends with each type of error; all others are 500."""
 
 
-class _Details(msgspec.Struct):
-    category: str | None = None
-
-
 class _Usage(msgspec.Struct):
     input_tokens: int = 0
     output_tokens: int = 0
@@ -59,18 +55,14 @@ class _Usage(msgspec.Struct):
     cache_read_input_tokens: int | None = None
 
 
-class _Error(msgspec.Struct):
-    type: str = ""
-
-
 class _Reply(msgspec.Struct):
     type: str = "message"
     content: list[dict[str, Any]] | None = None
     stop_reason: str | None = None
     stop_sequence: str | None = None
-    stop_details: _Details | None = None
+    stop_details: dict[str, Any] | None = None
     usage: _Usage | None = None
-    error: _Error | None = None
+    error: dict[str, Any] | None = None
 
 
 _decoder = msgspec.json.Decoder(_Reply)
@@ -135,8 +127,8 @@ class AnthropicBackend(ApiBackend):
         """
         reply = _decoder.decode(body)
         if reply.type == "error" or reply.error is not None:
-            type_ = reply.error.type if reply.error is not None else ""
-            raise refusal(self._spec.url, HttpReply(_STATUSES.get(type_, 500), body))
+            status = _STATUSES.get(str((reply.error or {}).get("type")), 500)
+            raise refusal(self._spec.url, HttpReply(status, body))
         if reply.content is None or reply.stop_reason is None:
             raise UnusableReplyError("it has no `content` or no `stop_reason`")
         finish = _finish(reply)
@@ -159,10 +151,15 @@ class AnthropicBackend(ApiBackend):
         if finish.type == "length" and calls and reply.content[-1].get("type") == "tool_use":
             name, arguments = calls[-1]
             calls[-1] = name, msgspec.json.encode(arguments).decode()[:-1]  # cut off: not a whole object
+        usage = None
+        if (counted := reply.usage) is not None:
+            cached, written = counted.cache_read_input_tokens or 0, counted.cache_creation_input_tokens or 0
+            prompt = counted.input_tokens + cached + written
+            usage = Usage(prompt=prompt, cached=cached, cache_write=written, output=counted.output_tokens)
         return Answer(
             text="".join(texts),
             finish=finish,
-            usage=None if reply.usage is None else _usage(reply.usage),
+            usage=usage,
             reasoning="\n".join(thoughts) or None,
             calls=calls,
             signed=order if any(block["type"] in _THINKING for block in order) else None,
@@ -194,20 +191,13 @@ def _string(block: dict[str, Any], name: str) -> str:
     return value
 
 
-def _usage(usage: _Usage) -> Usage:
-    cached, written = usage.cache_read_input_tokens or 0, usage.cache_creation_input_tokens or 0
-    return Usage(
-        prompt=usage.input_tokens + cached + written, cached=cached, cache_write=written, output=usage.output_tokens
-    )
-
-
 def _finish(reply: _Reply) -> FinishReason:
     if reply.stop_reason in ("max_tokens", "model_context_window_exceeded"):
         return FinishReason(type="length")
     if reply.stop_reason in ("end_turn", "tool_use", "stop_sequence"):
         return FinishReason(type="stop", matched=reply.stop_sequence)
-    category = reply.stop_details.category if reply.stop_details is not None else None
-    return FinishReason(type="abort", message=": ".join(filter(None, (reply.stop_reason, category))))
+    category = (reply.stop_details or {}).get("category")
+    return FinishReason(type="abort", message=": ".join(str(part) for part in (reply.stop_reason, category) if part))
 
 
 def _sampling(sampling: SamplingParams) -> dict[str, Any]:
@@ -230,7 +220,7 @@ def _tool(function: dict[str, Any]) -> dict[str, Any]:
 
 def _messages(messages: Sequence[Message], url_of: Callable[[str], str]) -> list[dict[str, Any]]:
     """Messages in which roles alternate, the first is of the user, and results come before everything else of theirs."""
-    made: list[dict[str, Any]] = []
+    sent: list[dict[str, Any]] = []
     for message in messages:
         if message.role == "assistant":
             role, blocks = "assistant", _reply_blocks(message)
@@ -238,15 +228,15 @@ def _messages(messages: Sequence[Message], url_of: Callable[[str], str]) -> list
                 continue  # an empty reply, which the API refuses; the messages around it become one
         else:
             role, blocks = "user", [_result(message, url_of)] if message.role == "tool" else _content(message, url_of)
-        if not made and role == "assistant":
-            made.append({"role": "user", "content": [_text(NO_TEXT)]})
-        if made and made[-1]["role"] == role:
-            made[-1]["content"] += blocks
+        if not sent and role == "assistant":
+            sent.append({"role": "user", "content": [_text(NO_TEXT)]})
+        if sent and sent[-1]["role"] == role:
+            sent[-1]["content"] += blocks
         else:
-            made.append({"role": role, "content": blocks})
-    for each in made:
-        each["content"] = each["content"] or [_text(NO_TEXT)]
-    return made or [{"role": "user", "content": [_text(NO_TEXT)]}]
+            sent.append({"role": role, "content": blocks})
+    for message_sent in sent:
+        message_sent["content"] = message_sent["content"] or [_text(NO_TEXT)]
+    return sent or [{"role": "user", "content": [_text(NO_TEXT)]}]
 
 
 def _text(text: str) -> dict[str, Any]:

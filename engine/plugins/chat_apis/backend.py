@@ -2,6 +2,11 @@
 
 Such an endpoint returns no token ids, so nothing here is exact and no row trains. Tool calls come back apart from the text,
 and stay apart: text that only looks like a call is no call.
+
+Invariant: each tool call that is sent has exactly one result, directly after its message, and each result that is sent as one
+belongs to a call. APIs refuse everything else with status 400. So a call without a result of its own (an environment read
+it, or nothing executed it) gets one that points to what follows, and the answer to a malformed call, which the assistant message does
+not have as a call, is sent as a message of the user.
 """
 
 from __future__ import annotations
@@ -10,6 +15,8 @@ import asyncio
 import time
 from abc import abstractmethod
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import msgspec
@@ -24,7 +31,6 @@ from engine.backends.registry import refuse_parameters
 from engine.deadline import Deadlines
 from engine.errors import BackendError, OutageError
 from engine.plugins.chat_apis.budget import Budget, Usage
-from engine.plugins.chat_apis.chat_history import paired
 from engine.plugins.chat_apis.pace import Pace
 from engine.plugins.chat_apis.spec import ApiBackendSpec
 from engine.schemas.generation import FinishReason, GenerateRequest, Generation
@@ -38,6 +44,7 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger(__name__)
 
+NO_RESULT = "No result of its own: see the following messages."
 _TOKEN_BYTES = 4096
 _REST_BYTES = 4 << 20
 _NO_IDS = np.zeros(0, dtype=np.int32)
@@ -195,7 +202,7 @@ class ApiBackend(Backend):
             text=answer.text,
             reasoning=answer.reasoning,
             signed=answer.signed,
-            calls=[_attempt(f"call_{request.turn}_{index}", *call) for index, call in enumerate(answer.calls)],
+            calls=[_read_call(f"call_{request.turn}_{index}", *call) for index, call in enumerate(answer.calls)],
             sampled_tokens=usage.output,
             cost=cost,
         )
@@ -305,7 +312,41 @@ class ApiBackend(Backend):
         return image
 
 
-def _attempt(id_: str, name: str, arguments: Any) -> ToolCall | MalformedCall:
+def paired(messages: Sequence[Message]) -> list[Message]:
+    """The messages, with calls and results in pairs; all texts are kept."""
+    sent: list[Message] = []
+    at = 0
+    while at < len(messages):
+        message = messages[at]
+        at += 1
+        if message.role == "tool":
+            sent.append(_as_user(message))
+            continue
+        sent.append(message)
+        if not message.tool_calls:
+            continue
+        results: dict[str | None, Message] = {}
+        others: list[Message] = []
+        called = {call.id for call in message.tool_calls}
+        while at < len(messages) and messages[at].role == "tool":
+            result = messages[at]
+            at += 1
+            if result.tool_call_id in called and result.tool_call_id not in results:
+                results[result.tool_call_id] = result
+            else:
+                others.append(_as_user(result))
+        for call in message.tool_calls:
+            missing = Message(role="tool", content=NO_RESULT, tool_call_id=call.id, name=call.name)
+            sent.append(results.get(call.id, missing))
+        sent += others
+    return sent
+
+
+def _as_user(message: Message) -> Message:
+    return replace(message, role="user", tool_call_id=None, name=None)
+
+
+def _read_call(id_: str, name: str, arguments: Any) -> ToolCall | MalformedCall:
     """A call, read; or malformed if its arguments are not a JSON object."""
     problem = ""
     if isinstance(arguments, str):

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from engine.schemas.backend import CONSTRAINTS, BackendBase
 from engine.schemas.base import Contract, Seconds
 from engine.schemas.sections import SpecSection
+
+if TYPE_CHECKING:
+    from engine.schemas.episode import EpisodeSpec
+    from engine.spec.added import SpecFacts
 
 
 class PricesSpec(Contract):
@@ -30,6 +34,18 @@ class CostSpec(SpecSection):
     max_cost: float | None = Field(default=None, gt=0)
     """What the run may cost, by `prices` of its backends, resumes included. When it is reached, no request is sent any more,
     replies under way are kept, and the run stops; it can be resumed with `--set rollout.max_cost=N`."""
+
+
+def facts(spec: EpisodeSpec) -> SpecFacts:
+    """What `rollout.max_cost` means for other parts of a spec (the hook `spec_facts`)."""
+    from engine.spec.added import SpecFacts
+
+    if CostSpec.or_default(spec.rollout).max_cost is None:
+        return SpecFacts()
+    message = "`max_cost` is not supported with several drivers: each counts its own cost"
+    return SpecFacts(
+        one_process=((message, ("rollout", "max_cost"), "remove it, or set `rollout.drivers: 1`"),),
+    )
 
 
 class ApiBackendSpec(BackendBase):

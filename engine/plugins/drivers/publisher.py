@@ -18,6 +18,7 @@ from engine.errors import StoreError
 from engine.plugins.drivers.places import Place
 from engine.plugins.drivers.shards import META, SUMMARY, TOOLS, VERSION, Part, list_parts
 from engine.store import codec, database
+from engine.store.dropped import has_table, mentioned_images
 from engine.store.private import private_file
 from engine.store.reader import RunReader
 from engine.store.reading import own_header, reading
@@ -25,7 +26,6 @@ from engine.store.rows.build import RowBuilder
 from engine.store.rows.export import export_rows
 from engine.store.rows.row import columns_of
 from engine.store.tool_schemas import ToolSchemas
-from engine.store.upkeep.dropped import has_table, mentioned_images
 
 if TYPE_CHECKING:
     from engine.store.rows.columns import Columns
@@ -76,7 +76,7 @@ class Publisher:
         Raises:
             StoreError: it cannot be written; nothing or all of it is visible, and the next call continues.
         """
-        from engine.store.parquet import write_parquet
+        from engine.store.rows.export import write_parquet
 
         with tempfile.TemporaryDirectory(prefix="episode-engine-") as draft:
             folder = Path(draft)

@@ -34,6 +34,7 @@ from engine.plugins.drivers.shards import (
 from engine.schemas.journal import JournalEntry
 from engine.schemas.trajectory import Trajectory
 from engine.store import database
+from engine.store.dropped import Dropped
 from engine.store.ended import report_lost
 from engine.store.images import StoredImage
 from engine.store.lock import is_held
@@ -42,7 +43,6 @@ from engine.store.reader import STORE, RunReader, RunStatus
 from engine.store.reading import EpisodeRow, own_header
 from engine.store.scores import ScoreHead
 from engine.store.tool_schemas import ToolSchemas
-from engine.store.upkeep.dropped import Dropped
 
 log = structlog.get_logger(__name__)
 
@@ -73,12 +73,12 @@ class ShardedRun(RunReader):
         super().__init__(folder, header)
         self._cache = catalogue_folder(str(folder.absolute()))
         self._catalogue = Catalogue(self._cache, header, self._place)
-        self._path = self._catalogue.path
+        self.path = self._catalogue.path
         self._readers: dict[int, RunReader] = {}
         self._noted: RunStatus = "running"
         self._listed = float("-inf")
         self.refresh()
-        with self._reader() as connection:
+        with self.snapshot() as connection:
             report_lost(list(self._own().values()), folder, connection)
 
     def refresh(self) -> None:
@@ -147,7 +147,7 @@ class ShardedRun(RunReader):
             return self._noted
         if any(is_held(folder) for folder in self._own().values()):
             return "running"
-        with self._reader() as connection:
+        with self.snapshot() as connection:
             left = connection.execute("SELECT 1 FROM episodes WHERE status <> 'done' LIMIT 1").fetchone()
             any_done = connection.execute("SELECT 1 FROM episodes LIMIT 1").fetchone()
         if left is None and any_done is not None:
@@ -201,7 +201,7 @@ class ShardedRun(RunReader):
 
     def finished_by_store(self) -> Counter[str]:
         """Return the number of finished episodes by the name of the driver's store in which they were run; "" is the run's own store."""
-        with self._reader() as connection:
+        with self.snapshot() as connection:
             rows = connection.execute("SELECT source, count(*) FROM episodes WHERE status = 'done' GROUP BY source")
             counts: Counter[str] = Counter()
             for source, count in rows:
@@ -230,7 +230,7 @@ class ShardedRun(RunReader):
         )
         last: tuple[int, str, int, int] = (-1, "", -1, -1)
         while True:
-            with self._reader() as connection:
+            with self.snapshot() as connection:
                 rows = connection.execute(query, last).fetchall()
             yield from self._read_all([row[3] for row in rows])
             if len(rows) < _PAGE:
@@ -310,7 +310,7 @@ class ShardedRun(RunReader):
 
     def image_digests(self) -> list[str]:
         """As in `RunReader`; in the order of digests."""
-        with self._reader() as connection:
+        with self.snapshot() as connection:
             digests = {row[0] for row in connection.execute("SELECT digest FROM image_parts")}
         return sorted(digests.union(*(reader.image_digests() for reader in self._live().values())))
 
@@ -320,7 +320,7 @@ class ShardedRun(RunReader):
         Raises:
             StoreError: no store of the run has the image.
         """
-        with self._reader() as connection:
+        with self.snapshot() as connection:
             row = connection.execute("SELECT source FROM image_parts WHERE digest = ?", (digest,)).fetchone()
         if row is not None:
             return self._reader_of(row[0]).image(digest)

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from engine.store import database
+from engine.store.dropped import Content, Dropped, Space, drop, measure, mentioned_images, read_dropped, space
 from engine.store.lock import RunLock
 from engine.store.reading import reading
-from engine.store.upkeep.dropped import Content, Dropped, Space, drop, measure, mentioned_images, read_dropped, space
 
 _IMAGES_PER_COMMIT = 64
 

@@ -167,7 +167,7 @@ class GroupClient:
                             if not end.get("stopped"):
                                 return
                             break
-                        group = _group(note["group"], batch)
+                        group = _checked_group(note["group"], batch)
                         last = time.monotonic()
                         if group.number not in seen:
                             seen.add(group.number)
@@ -219,10 +219,10 @@ def _raise(reply: httpx.Response) -> None:
     raise ServeError(f"{reply.status_code}: {error['message']}", error["code"])
 
 
-def _group(note: dict[str, Any], batch: pa.RecordBatch) -> Group:
-    told = Sums(**note["sums"])
-    told.check(Sums.of(batch))
-    return Group(note["number"], note["task_id"], note["version"], batch, told, note)
+def _checked_group(note: dict[str, Any], batch: pa.RecordBatch) -> Group:
+    sums = Sums(**note["sums"])
+    sums.check(Sums.of(batch))
+    return Group(note["number"], note["task_id"], note["version"], batch, sums, note)
 
 
 class _Body(io.RawIOBase):

@@ -15,7 +15,7 @@ from engine.terminal import echo
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from engine.plugins.serve.options import ServeOptions
+    from engine.plugins.serve.serving import ServeOptions
     from engine.spec.load import LoadedSpec
     from engine.spec.rows.mix import TaskList
     from engine.store.store import RunStore
@@ -61,7 +61,7 @@ def serve(
     """
     from engine.cli.console import make_console
     from engine.cli.run import prepare
-    from engine.plugins.serve.options import TOKEN, ServeOptions
+    from engine.plugins.serve.serving import TOKEN, ServeOptions
 
     if api and (trainer, token_file, ahead) != (None, None, None):
         wrong_usage("--trainer, --token-file and --ahead are for groups; leave out --api")

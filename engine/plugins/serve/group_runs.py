@@ -60,26 +60,6 @@ class ReadyGroup(Struct, frozen=True):
         return ReadyGroup({**self.note, **nothing, "left_out": why})
 
 
-class FinishedEpisodes:
-    """The finished episodes of a run, those of this launch too."""
-
-    def __init__(self, reader: RunReader) -> None:
-        self._reader = reader
-        self.ids = reader.finished()
-
-    def finished(self, task_id: str, sample: int) -> Trajectory | None:
-        """A finished episode; None if it is not finished."""
-        episode_id = episode_id_of(task_id, sample)
-        if episode_id not in self.ids:
-            return None
-        self._reader.refresh()
-        return self._reader.trajectory(episode_id)
-
-    def add(self, trajectory: Trajectory) -> None:
-        """Count an episode that has ended."""
-        self.ids.add(trajectory.episode_id)
-
-
 class GroupRuns:
     """Runs groups over one run's store. Use it inside `runner.serving()`.
 
@@ -111,7 +91,8 @@ class GroupRuns:
         self.capacity = rollout.live_episodes or 2 * rollout.concurrency
         """Maximum number of episodes that run at the same time."""
         self.max_staleness = train.asynchrony.max_staleness
-        self.finished = FinishedEpisodes(reader)
+        self.finished = reader.finished()
+        """Ids of the finished episodes, those of this launch too."""
         self.places = {task.id: place for place, task in enumerate(tasks)}
         """The position of each task by id."""
         self._live = asyncio.Semaphore(self.capacity)
@@ -122,7 +103,18 @@ class GroupRuns:
         self._groups: dict[tuple[str, int], asyncio.Task[Group]] = {}
 
     def _group_runner(self, runner: EpisodeRunner) -> GroupRunner:
-        return GroupRunner(runner, self._group, self._live, self.finished.finished, progress=self.finished.add)
+        return GroupRunner(runner, self._group, self._live, self._stored, progress=self._note_end)
+
+    def _stored(self, task_id: str, sample: int) -> Trajectory | None:
+        """A finished episode; None if it is not finished."""
+        episode_id = episode_id_of(task_id, sample)
+        if episode_id not in self.finished:
+            return None
+        self._reader.refresh()
+        return self._reader.trajectory(episode_id)
+
+    def _note_end(self, trajectory: Trajectory) -> None:
+        self.finished.add(trajectory.episode_id)
 
     def _group(self, request: GroupRequest, trajectories: Sequence[Trajectory]) -> Group:
         """A group whose rows have the id of the run: the store of a driver has an id of its own."""

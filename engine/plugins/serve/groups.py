@@ -157,7 +157,7 @@ class GroupService:
             "max_requests": self._max_requests,
             "episodes": self._runs.running(),
             "capacity": self._runs.capacity,
-            "finished": len(self._runs.finished.ids),
+            "finished": len(self._runs.finished),
             "groups_sent": self._sent,
         }
 

@@ -18,11 +18,11 @@ from engine.plugins.agents.server import server_of_loop
 from engine.plugins.agents.spec import AgentSpec
 from engine.plugins.serve.episodes import ServedEpisodes
 from engine.plugins.serve.groups import GroupService
-from engine.plugins.serve.options import TOKEN
 from engine.runner.observers import RunObservers
 from engine.runner.processes import processes_of
 from engine.runner.runner import Runner
 from engine.runner.source import fitting_tasks
+from engine.schemas.base import Struct
 from engine.store.find import open_elsewhere
 from engine.store.private import private_file
 from engine.terminal import echo
@@ -31,7 +31,6 @@ from engine.tokens.loading import load_format
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from engine.plugins.serve.options import ServeOptions
     from engine.runner.processes import EpisodeRunner
     from engine.spec.load import LoadedSpec
     from engine.spec.rows.mix import TaskList
@@ -39,6 +38,26 @@ if TYPE_CHECKING:
 
 _SHOWN = 10
 """Ids of episodes in a message."""
+TOKEN = "EPISODE_ENGINE_TOKEN"
+"""The variable with the bearer token of the service."""
+
+
+class ServeOptions(Struct, frozen=True, kw_only=True):
+    """How a run is served."""
+
+    host: str
+    port: int
+    token: str
+    """The bearer token; empty: one is made."""
+    api: bool
+    """Whether episodes of programs that run elsewhere are served; otherwise groups."""
+    max_requests: int
+    """Of groups: requests that are answered at the same time."""
+    ahead: int | None
+    """Of groups: those of a request that run or wait to be read."""
+    again: str
+    """The command that continues the run."""
+    quiet: bool = False
 
 
 class ServedRun:

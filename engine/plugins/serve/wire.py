@@ -9,12 +9,12 @@ import base64
 import io
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import orjson
 
 from engine.schemas.experts import experts_as_text
-from engine.store.parquet import arrow_schema, record_batch
+from engine.store.rows.export import arrow_schema, record_batch
 from engine.store.rows.row import columns_of
 
 if TYPE_CHECKING:
@@ -26,28 +26,6 @@ ARROW, JSONL = "application/vnd.apache.arrow.stream", "application/jsonl"
 """The media types."""
 NOTE = "note"
 """The key of a record batch's metadata that has the JSON about it."""
-
-
-class WireWriter(Protocol):
-    """Writes one answer."""
-
-    content_type: str
-
-    def group(
-        self, rows: Sequence[TrainingRow], images: Mapping[str, tuple[str, bytes]], note: Mapping[str, Any]
-    ) -> bytes:
-        """The bytes of one group.
-
-        Args:
-            rows: Its rows; none if nothing of it can be trained on.
-            images: Media type and bytes by digest, of all images of the rows.
-            note: What is said about the group.
-        """
-        ...
-
-    def end(self, note: Mapping[str, Any]) -> bytes:
-        """The bytes at the end of the answer."""
-        ...
 
 
 @cache
@@ -67,30 +45,6 @@ def _image_data(rows: Sequence[TrainingRow], images: Mapping[str, tuple[str, byt
         yield [{"image": name, "mime": images[name][0], "data": images[name][1]} for name in new]
 
 
-class _Sink(io.RawIOBase):
-    """Keeps what is written until it is taken."""
-
-    def __init__(self) -> None:
-        self._parts: list[bytes] = []
-        self._size = 0
-
-    def writable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._size
-
-    def write(self, data: Any) -> int:
-        part = bytes(data)
-        self._parts.append(part)
-        self._size += len(part)
-        return len(part)
-
-    def take(self) -> bytes:
-        parts, self._parts = self._parts, []
-        return b"".join(parts)
-
-
 class ArrowWriter:
     """One Arrow IPC stream: one record batch for each group, and an empty one at the end."""
 
@@ -99,23 +53,33 @@ class ArrowWriter:
     def __init__(self) -> None:
         import pyarrow as pa
 
-        self._sink = _Sink()
+        self._sink = io.BytesIO()
         self._stream = pa.ipc.new_stream(self._sink, wire_schema())
 
     def group(
         self, rows: Sequence[TrainingRow], images: Mapping[str, tuple[str, bytes]], note: Mapping[str, Any]
     ) -> bytes:
-        """See `WireWriter`."""
-        self._write(rows, list(_image_data(rows, images)), {"group": note})
-        return self._sink.take()
+        """The bytes of one group.
+
+        Args:
+            rows: Its rows; none if nothing of it can be trained on.
+            images: Media type and bytes by digest, of all images of the rows.
+            note: What is said about the group.
+        """
+        return self._written(rows, list(_image_data(rows, images)), {"group": note})
 
     def end(self, note: Mapping[str, Any]) -> bytes:
-        """See `WireWriter`."""
-        self._write([], [], {"end": note})
-        self._stream.close()
-        return self._sink.take()
+        """The bytes at the end of the answer."""
+        return self._written([], [], {"end": note}, last=True)
 
-    def _write(self, rows: Sequence[TrainingRow], data: list[list[dict[str, Any]]], note: Mapping[str, Any]) -> None:
+    def _written(
+        self,
+        rows: Sequence[TrainingRow],
+        data: list[list[dict[str, Any]]],
+        note: Mapping[str, Any],
+        *,
+        last: bool = False,
+    ) -> bytes:
         import pyarrow as pa
 
         schema = wire_schema()
@@ -123,6 +87,12 @@ class ArrowWriter:
         arrays = [*batch.columns, pa.array(data, schema.field("image_data").type)]
         batch = pa.RecordBatch.from_arrays(arrays, schema=schema)
         self._stream.write_batch(batch, custom_metadata={NOTE: orjson.dumps(note)})
+        if last:
+            self._stream.close()
+        written = self._sink.getvalue()
+        self._sink.seek(0)
+        self._sink.truncate()
+        return written
 
 
 class JsonWriter:
@@ -133,7 +103,7 @@ class JsonWriter:
     def group(
         self, rows: Sequence[TrainingRow], images: Mapping[str, tuple[str, bytes]], note: Mapping[str, Any]
     ) -> bytes:
-        """See `WireWriter`."""
+        """See `ArrowWriter`."""
         lines = []
         for columns, data in zip(columns_of(rows), _image_data(rows, images), strict=True):
             shown = [image | {"data": base64.b64encode(image["data"]).decode()} for image in data]
@@ -144,9 +114,13 @@ class JsonWriter:
         return b"".join([*lines, _line({"group": note})])
 
     def end(self, note: Mapping[str, Any]) -> bytes:
-        """See `WireWriter`."""
+        """See `ArrowWriter`."""
         return _line({"end": note})
 
 
 def _line(value: Any) -> bytes:
     return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE)
+
+
+WireWriter = ArrowWriter | JsonWriter
+"""Writes one answer."""

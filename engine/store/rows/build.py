@@ -98,19 +98,17 @@ class RowBuilder(Struct, frozen=True, kw_only=True):
             for trajectory, member in zip(group, members, strict=True)
             if trajectory.outcome.trainable and trajectory.turns and not self.evaluation
         }
-        advantages = dict(zip(trained, self._advantages(list(trained.values())), strict=True))
+        if self.values is None and self.credit.needs_values:
+            of_turns = [member.broadcast(np.zeros(member.ledger.turns)) for member in trained.values()]
+        else:
+            of_turns = credit_tokens(self.credit, list(trained.values()), base=self.base)
+        advantages = dict(zip(trained, of_turns, strict=True))
         credit = RowCredit(members=trained, needs_values=self.credit.needs_values) if self.members else None
         return [
             row
             for trajectory, member in zip(group, members, strict=True)
             for row in self._rows_of(trajectory, member, task, advantages.get(trajectory.episode_id), credit)
         ]
-
-    def _advantages(self, members: Sequence[Member]) -> list[list[Values]]:
-        """The advantages of each episode's turns, float64 [sampled tokens of the turn]."""
-        if self.values is None and self.credit.needs_values:
-            return [member.broadcast(np.zeros(member.ledger.turns)) for member in members]
-        return credit_tokens(self.credit, members, base=self.base)
 
     def _rows_of(
         self,

@@ -90,7 +90,7 @@ MEANINGS: dict[str, str] = {
     "metadata.credit": "The credit method with its parameters, as the JSON text of an object.",
     "metadata.score": "The label of the score that the rewards are taken from, or null for the run's own rules.",
 }
-"""The meaning of every column, by its path, in order. The types are in `parquet.arrow_schema`."""
+"""The meaning of every column, by its path, in order. The types are in `export.arrow_schema`."""
 
 
 def json_text(value: Any) -> str:

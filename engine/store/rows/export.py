@@ -1,30 +1,41 @@
-"""Exports the training rows of a run: as dicts, and as JSON lines.
+"""Exports the training rows of a run: as dicts, as JSON lines, and as Parquet with typed lists and row groups of bounded size.
 
     for row in training_rows(store): ...                              # typed
     write_jsonl(export_rows(store), Path("rows.jsonl"))               # dicts, arrays as numpy
 
-`columns.py` has the meaning of each column of a row, `parquet.py` its type; docs/rows.md has both. `loader.py` makes batches of rows.
+`columns.py` has the meaning of each column of a row, `arrow_schema` its type; docs/rows.md has both. `loader.py` makes batches of rows.
+
+Invariant: a Parquet file has the same columns and shapes as JSONL; it also keeps NaN and infinities.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine.schemas.experts import experts_as_text
+from engine.schemas.experts import experts_as_text, pack_experts
 from engine.store.private import whole_file
 from engine.store.rows.build import RowBuilder
 from engine.store.rows.row import columns_of
 
 if TYPE_CHECKING:
+    import pyarrow as pa
+
     from engine.schemas.credit import CreditSpec
     from engine.schemas.trajectory import Trajectory
     from engine.store.reader import RunReader
     from engine.store.rows.columns import Columns
     from engine.store.rows.row import TrainingRow
     from engine.tokens.vision import Vision
+
+
+GROUP_ROWS = 1024
+"""Maximum number of rows in a row group."""
+GROUP_TOKENS = 2_000_000
+"""Number of tokens after which a row group is written, also with few rows; eight characters of text count as one token."""
 
 
 def training_rows(
@@ -104,3 +115,173 @@ def write_jsonl(rows: Iterable[Columns], path: Path) -> int:
             file.write(orjson.dumps(line, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE))
             count += 1
     return count
+
+
+@cache
+def arrow_schema() -> pa.Schema:
+    """Return the Arrow schema of the columns of `rows/columns.py`."""
+    import pyarrow as pa
+
+    part = pa.struct(
+        [
+            ("type", pa.string()),
+            ("text", pa.string()),
+            ("image", pa.string()),
+            ("mime", pa.string()),
+            ("width", pa.int32()),
+            ("height", pa.int32()),
+        ]
+    )
+    call = pa.struct([("id", pa.string()), ("name", pa.string()), ("arguments", pa.string())])
+    message = pa.struct(
+        [
+            ("role", pa.string()),
+            ("content", pa.string()),
+            ("parts", pa.list_(part)),
+            ("reasoning", pa.string()),
+            ("tool_calls", pa.list_(call)),
+            ("tool_call_id", pa.string()),
+            ("name", pa.string()),
+        ]
+    )
+    image = pa.struct(
+        [("image", pa.string()), ("start", pa.int32()), ("end", pa.int32()), ("grid", pa.list_(pa.int32()))]
+    )
+    experts = pa.struct([("shape", pa.list_(pa.int64())), ("dtype", pa.string()), ("data", pa.binary())])
+    failure = pa.struct(
+        [
+            ("kind", pa.string()),
+            ("blame", pa.string()),
+            ("message", pa.string()),
+            ("state", pa.string()),
+            ("turn", pa.int32()),
+            ("trace", pa.string()),
+        ]
+    )
+    outcome = pa.struct(
+        [
+            ("state", pa.string()),
+            ("event", pa.string()),
+            ("limit", pa.string()),
+            ("failure", failure),
+            ("solved", pa.bool_()),
+            ("solved_turn", pa.int32()),
+            ("trainable", pa.bool_()),
+            ("reward", pa.float64()),
+            ("rewards", pa.list_(pa.struct([("name", pa.string()), ("value", pa.float64())]))),
+        ]
+    )
+    metadata = pa.struct(
+        [
+            ("spec", pa.string()),
+            ("model", pa.string()),
+            ("engine_version", pa.string()),
+            ("created", pa.float64()),
+            ("credit", pa.string()),
+            ("score", pa.string()),
+        ]
+    )
+    return pa.schema(
+        [
+            ("run_id", pa.string()),
+            ("task_id", pa.string()),
+            ("episode_id", pa.string()),
+            ("task_index", pa.int64()),
+            ("sample_index", pa.int32()),
+            ("branch", pa.int32()),
+            ("seed", pa.int64()),
+            ("trainable", pa.bool_()),
+            ("input_ids", pa.list_(pa.int32())),
+            ("loss_mask", pa.list_(pa.int32())),
+            ("logprobs", pa.list_(pa.float32())),
+            ("weight_versions", pa.list_(pa.int32())),
+            ("turn_ids", pa.list_(pa.int32())),
+            ("token_rewards", pa.list_(pa.float32())),
+            ("advantages", pa.list_(pa.float32())),
+            ("unchecked_prompts", pa.int32()),
+            ("turn_rewards", pa.list_(pa.float64())),
+            ("outcome", outcome),
+            ("messages", pa.list_(message)),
+            ("images", pa.list_(image)),
+            ("routed_experts", experts),
+            ("task_fields", pa.string()),
+            ("facts", pa.string()),
+            ("metadata", metadata),
+        ]
+    )
+
+
+def write_parquet(rows: Iterable[Columns], path: Path, metadata: dict[str, str] | None = None) -> int:
+    """Write rows as Parquet, one row group at a time, and return their number.
+
+    Args:
+        rows: Rows of `export_rows`.
+        path: The file; it appears under its name only when it is complete.
+        metadata: Stored in the file's schema.
+
+    Raises:
+        StoreError: the file cannot be written.
+    """
+    import pyarrow.parquet as pq
+
+    schema = arrow_schema().with_metadata(metadata or {})
+    count = 0
+    with whole_file(path) as draft, pq.ParquetWriter(draft, schema, compression="zstd") as writer:
+        waiting: list[Columns] = []
+        tokens = 0
+        for columns in rows:
+            waiting.append(columns)
+            tokens += len(columns["input_ids"]) + _bytes(columns) // 8
+            count += 1
+            if len(waiting) >= GROUP_ROWS or tokens >= GROUP_TOKENS:
+                writer.write_batch(record_batch(waiting))
+                waiting, tokens = [], 0
+        if waiting:
+            writer.write_batch(record_batch(waiting))
+    return count
+
+
+def _bytes(columns: Columns) -> int:
+    """Return the size of a row's long texts and its experts. A row group can hold at most 2 GiB of one column."""
+    texts = sum(len(message["content"]) for message in columns["messages"])
+    texts += len(columns["task_fields"] or "") + len(columns["facts"])
+    experts = columns["routed_experts"]
+    return texts + (0 if experts is None else int(experts.nbytes))
+
+
+def record_batch(rows: Sequence[Columns]) -> pa.RecordBatch:
+    """Return rows as one Arrow record batch with the columns of `arrow_schema`."""
+    import pyarrow as pa
+
+    schema = arrow_schema()
+    values = {field.name: [columns[field.name] for columns in rows] for field in schema}
+    values["routed_experts"] = [
+        None if experts is None else pack_experts(experts) for experts in values["routed_experts"]
+    ]
+    return pa.RecordBatch.from_arrays([pa.array(values[field.name], field.type) for field in schema], schema=schema)
+
+
+def describe_types() -> dict[str, str]:
+    """Return the type of every column in words, such as `list of int32`, by the column's path."""
+    import pyarrow as pa
+
+    types: dict[str, str] = {}
+
+    def visit(path: str, type_: pa.DataType) -> None:
+        types[path] = _type_in_words(type_)
+        inner = type_.value_type if pa.types.is_list(type_) else type_
+        if pa.types.is_struct(inner):
+            for field in inner:
+                visit(f"{path}.{field.name}", field.type)
+
+    for column in arrow_schema():
+        visit(column.name, column.type)
+    return types
+
+
+def _type_in_words(type_: pa.DataType) -> str:
+    import pyarrow as pa
+
+    if pa.types.is_list(type_):
+        return f"list of {_type_in_words(type_.value_type)}"
+    return "struct" if pa.types.is_struct(type_) else str(type_)

@@ -26,8 +26,7 @@ from engine.spec.load import load_spec
 from engine.spec.tasks import load_tasks
 from engine.store import RunHeader, RunStore
 from engine.store.loader import collate, read_rows
-from engine.store.parquet import write_parquet
-from engine.store.rows.export import export_rows, write_jsonl
+from engine.store.rows.export import export_rows, write_jsonl, write_parquet
 from engine.tokens.experts import ExpertLayout, expert_layout
 from engine.tokens.loading import load_format
 from engine.tokens.template import ChatTemplate

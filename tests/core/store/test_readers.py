@@ -19,9 +19,8 @@ from engine.schemas.reward import Posting
 from engine.schemas.trajectory import Failure, Outcome
 from engine.store import RunStore
 from engine.store.loader import read_rows
-from engine.store.parquet import describe_types, write_parquet
 from engine.store.rows.columns import MEANINGS
-from engine.store.rows.export import export_rows, write_jsonl
+from engine.store.rows.export import describe_types, export_rows, write_jsonl, write_parquet
 
 CALL = ToolCall(id="c", name="add", arguments={"a": 1, "deep": {"x": [1.5, None, "é"]}})
 

@@ -19,9 +19,8 @@ from engine.schemas.message import ImagePart, Message, TextPart
 from engine.schemas.reward import Posting
 from engine.schemas.trajectory import Failure, Outcome
 from engine.store import RunStore
-from engine.store.parquet import write_parquet
 from engine.store.rows.columns import outcome_columns
-from engine.store.rows.export import export_rows, write_jsonl
+from engine.store.rows.export import export_rows, write_jsonl, write_parquet
 
 OUTCOME = OutcomeCredit(baseline="mean", scale="none")
 
@@ -190,7 +189,7 @@ async def test_parquet_keeps_nan_and_jsonl_says_null(store: RunStore, maker: Any
 async def test_parquet_is_written_in_row_groups(
     store: RunStore, maker: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.store.parquet.GROUP_ROWS", 3)
+    monkeypatch.setattr("engine.store.rows.export.GROUP_ROWS", 3)
     await keep(store, maker, *(maker.trajectory(index, 0, branches=1) for index in range(8)))
     assert write_parquet(export_rows(store), tmp_path / "rows.parquet") == 8
     metadata = pq.read_metadata(tmp_path / "rows.parquet")

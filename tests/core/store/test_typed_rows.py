@@ -22,9 +22,8 @@ from engine.train.packing import pack_rows
 ROOT = Path(engine.__file__).parents[1]
 READERS = {
     "engine/store/loader.py": "reads rows of files, and makes batches of rows of files",
-    "engine/store/parquet.py": "writes columns to a file or an Arrow stream",
     "engine/store/rows/columns.py": "has the meaning of each column",
-    "engine/store/rows/export.py": "writes columns to a file",
+    "engine/store/rows/export.py": "writes columns to a file or an Arrow stream",
     "engine/store/rows/row.py": "makes the columns",
     "engine/plugins/datasets/sft_rows.py": "makes the columns of rows for supervised fine-tuning",
     "engine/plugins/serve/wire.py": "adds the bytes of images to the columns of an answer",
@@ -37,6 +36,7 @@ READERS = {
 }
 """Files that read a training row, or what they call `columns`, by names of columns."""
 OTHERS = {
+    "engine/plugins/audit/frameworks/trl.py": "rows that TRL made",
     "engine/backends/sglang/checks.py": "workers of a router",
     "engine/plugins/show/episode_report.py": "columns of a table of tokens",
     "engine/plugins/datasets/contents.py": "columns of a data set",

@@ -14,7 +14,7 @@ from test_openai import request
 from typing_extensions import get_type_hints, is_typeddict
 
 from engine.plugins.chat_apis.anthropic import AnthropicBackend
-from engine.plugins.chat_apis.chat_history import paired
+from engine.plugins.chat_apis.backend import paired
 from engine.plugins.chat_apis.spec import AnthropicBackendSpec
 from engine.schemas.message import Message, ToolCall
 from engine.tokens.template import ChatTemplate

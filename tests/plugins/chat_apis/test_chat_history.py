@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import product
 
-from engine.plugins.chat_apis.chat_history import NO_RESULT, paired
+from engine.plugins.chat_apis.backend import NO_RESULT, paired
 from engine.schemas.message import Message, ToolCall
 
 

@@ -120,7 +120,7 @@ async def test_a_slow_reader_stops_the_sampling_and_a_reader_that_leaves_frees_t
         body = {"id": "slow", "tasks": "next", "count": 6}
         stream: Any = await service._post(Call(body, TOKEN, ""))
         await anext(stream.parts)
-        while len(service._runs.finished.ids) < 6:  # noqa: ASYNC110  (two groups of three)
+        while len(service._runs.finished) < 6:  # noqa: ASYNC110  (two groups of three)
             await asyncio.sleep(0.01)
         for _ in range(100):
             await asyncio.sleep(0)
@@ -169,7 +169,7 @@ async def test_a_version_that_is_told_while_a_group_waits_to_be_read_leaves_it_o
     async with serving(written(tmp_path), ahead=2) as (service, address):
         stream: Any = await service._post(Call({"id": "one", "tasks": "next", "count": 3}, TOKEN, ""))
         first = json.loads((await anext(stream.parts)).splitlines()[-1])["group"]
-        while len(service._runs.finished.ids) < 6:  # noqa: ASYNC110  (two groups of three)
+        while len(service._runs.finished) < 6:  # noqa: ASYNC110  (two groups of three)
             await asyncio.sleep(0.01)
         assert (await ask(address, "/weights", {"version": 1}))[0] == 200
         rest = [json.loads(part.splitlines()[-1]) for part in [part async for part in stream.parts]]
@@ -215,7 +215,7 @@ async def test_a_full_disk_refuses_a_request_before_anything_runs(
             status, error = await ask(address, "/groups", {"id": "one"})
         assert (status, error["code"]) == (507, "not_stored")
         assert "is the disk full?" in error["message"]
-        assert (service._log.requests, service._runs.finished.ids, service._open) == ({}, set(), {})
+        assert (service._log.requests, service._runs.finished, service._open) == ({}, set(), {})
         assert len(await read(address, "one")) == 1
 
 

@@ -28,8 +28,7 @@ from engine.spec.load import load_spec
 from engine.spec.tasks import load_tasks
 from engine.storable import MAX_DEPTH, refusal
 from engine.store import RunHeader, RunStore
-from engine.store.parquet import write_parquet
-from engine.store.rows.export import export_rows, write_jsonl
+from engine.store.rows.export import export_rows, write_jsonl, write_parquet
 from engine.terminal import visible
 from engine.tokens.loading import load_format
 

@@ -26,12 +26,12 @@ from engine.plugins.show.listing.heads import read_head
 from engine.plugins.show.listing.sources import Source
 from engine.plugins.show.listing.training import sampled_tasks
 from engine.store import codec
+from engine.store.dropped import dropped_among
 from engine.store.episode_filter import END_VALUES
 from engine.store.private import private_file, private_folder
 from engine.store.reader import STORE, RunReader
 from engine.store.reading import reading
 from engine.store.training import BATCHES
-from engine.store.upkeep.dropped import dropped_among
 from engine.tokens.catalogue import cache_root
 
 log = structlog.get_logger(__name__)

@@ -18,10 +18,10 @@ from msgspec.structs import astuple
 from engine.schemas.journal import JournalEntry
 from engine.store import codec
 from engine.store.database import insert
+from engine.store.dropped import forget
 from engine.store.episode_rows import mark_pending
 from engine.store.reader import RunReader
 from engine.store.reading import ENTRY
-from engine.store.upkeep.dropped import forget
 
 if TYPE_CHECKING:
     from engine.store.header import Fork
@@ -64,21 +64,21 @@ def copy_shared(connection: sqlite3.Connection, source: RunReader, fork: Fork) -
 def begin_again(connection: sqlite3.Connection, blames: Sequence[str], fork: Fork | None) -> list[str]:
     """Give each finished episode whose failure is blamed on one of `blames` a new attempt; their ids."""
     marks = ", ".join("?" * len(blames))
-    found = connection.execute(
+    failed = connection.execute(
         f"SELECT number, id FROM episodes WHERE status = 'done' AND failure IS NOT NULL AND blame IN ({marks}) "
         "ORDER BY task_index, sample_index, number",
         tuple(blames),
     ).fetchall()
-    numbers = [(number,) for number, _ in found]
-    for number, _ in found:
+    numbers = [(number,) for number, _ in failed]
+    for number, _ in failed:
         forget(connection, number)
     if fork is not None:
-        for number, _ in found:
+        for number, _ in failed:
             _keep_shared(connection, number, fork.turn)
     for table in _DERIVED:
         connection.executemany(f"DELETE FROM {table} WHERE episode = ?", numbers)
     mark_pending(connection, numbers)
-    return [episode for _, episode in found]
+    return [episode for _, episode in failed]
 
 
 def _keep_shared(connection: sqlite3.Connection, number: int, turn: int) -> None:

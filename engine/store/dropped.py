@@ -128,9 +128,9 @@ def refuse_dropped(connection: sqlite3.Connection, number: int, episode_id: str)
         DroppedError: it was dropped.
     """
     if has_table(connection):
-        found = connection.execute("SELECT at FROM dropped WHERE episode = ?", (number,)).fetchone()
-        if found is not None:
-            when = time.strftime("%Y-%m-%d %H:%M", time.localtime(found[0]))
+        dropped = connection.execute("SELECT at FROM dropped WHERE episode = ?", (number,)).fetchone()
+        if dropped is not None:
+            when = time.strftime("%Y-%m-%d %H:%M", time.localtime(dropped[0]))
             raise DroppedError(
                 f"the content of {episode_id} was dropped on {when} to save space (`rollout.keep`, `engine compact`). "
                 "Its outcome, reward, turns and tokens are in the list of `engine show`"
@@ -165,19 +165,19 @@ def drop(connection: sqlite3.Connection, episode_ids: Sequence[str], *, keep_fai
     Returns:
         What was dropped.
     """
-    found = measure(connection, episode_ids, keep_failed=keep_failed)
-    if not found.sizes:
-        return found
+    content = measure(connection, episode_ids, keep_failed=keep_failed)
+    if not content.sizes:
+        return content
     if not has_table(connection):
         connection.execute(_TABLE)
         connection.execute(f"PRAGMA user_version = {database.COMPACTED_VERSION}")
     now = time.time()
-    for number, size in found.sizes.items():
+    for number, size in content.sizes.items():
         for table in _CONTENT:
             connection.execute(f"DELETE FROM {table} WHERE episode = ?", (number,))
         connection.execute("DELETE FROM crash_counts WHERE episode = ?", (number,))
         connection.execute("INSERT INTO dropped VALUES (?, ?, ?)", (number, now, size))
-    return found
+    return content
 
 
 def forget(connection: sqlite3.Connection, number: int) -> bool:

@@ -1,1 +1,0 @@
-"""Work on stored runs: retries, forks, dropped episodes, smaller files."""
