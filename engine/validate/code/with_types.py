@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from typing import Any
 
-from engine.spec.added import Called
 from engine.spec.code.entry import raised_at
 from engine.spec.code.signature import waits
 from engine.spec.text.diagnostic import DataPath
@@ -54,7 +53,7 @@ _METHODS: Mapping[str, Mapping[str, tuple[Wanted, str]]] = {
 @rule("code.with-type", "error", "a value of `with` has another type than the parameter's annotation")
 def with_type(ctx: CheckContext) -> Iterator[Finding]:
     """Values of `with`, against the annotations of constructors and functions. Those that cannot be read allow all."""
-    for call in _calls(ctx):
+    for call in (*map(call_of, ctx.spec_code), *called(ctx), *actions(ctx)):
         text = ctx.code_text(call.use) if call.with_ else None
         signature = None if text is None else text.signature
         if text is None or signature is None or text.constructor is None:
@@ -75,19 +74,6 @@ def with_type(ctx: CheckContext) -> Iterator[Finding]:
                     (*call.path_with, key),
                     _fix(wanted, value),
                 )
-
-
-def _calls(ctx: CheckContext) -> Iterator[Called]:
-    for item in ctx.spec_code:
-        yield Called(
-            use=item.entry.use,
-            arguments=(),
-            with_=item.entry.with_,
-            path=(*item.path, "use"),
-            path_with=(*item.path, "with"),
-        )
-    yield from called(ctx)
-    yield from actions(ctx)
 
 
 def _like_default(parameter: inspect.Parameter, value: Any, scope: Scope) -> bool:
