@@ -90,9 +90,9 @@ def _print(console: Console, comparison: RunComparison) -> None:
     from engine.plugins.evaluation.command import words
 
     table = Table("measure", "first", "second", "difference", "95 % interval", title_justify="left")
-    for each in comparison.measures:
-        ends = f"{each.low:+.3f} to {each.high:+.3f}" if each.low is not None else "–"
-        table.add_row(words(each.name), f"{each.first:.3f}", f"{each.second:.3f}", f"{each.difference:+.3f}", ends)
+    for row in comparison.measures:
+        ends = f"{row.low:+.3f} to {row.high:+.3f}" if row.low is not None else "–"
+        table.add_row(words(row.name), f"{row.first:.3f}", f"{row.second:.3f}", f"{row.difference:+.3f}", ends)
     console.print(f"first: {comparison.first}\nsecond: {comparison.second}")
     console.print(table)
     left_out = [

@@ -34,22 +34,22 @@ def doctor(
 
     with errors_exit(ERROR):
         loaded = None if spec is None else load_spec(spec, overrides or [])
-    findings = examine(loaded)
+    results = examine(loaded)
     if as_json:
-        for finding in findings:
-            echo_json(finding._asdict(), indent=None)
+        for result in results:
+            echo_json(result._asdict(), indent=None)
     else:
         table = Table(box=None, pad_edge=False, show_header=False)
         table.add_column(no_wrap=True)
         table.add_column(no_wrap=True)
         table.add_column(overflow="fold")
-        for finding in findings:
-            word, colour = _MARKS[finding.level]
-            table.add_row(Text(word, style=colour), finding.about, Text(finding.text))
-            if finding.fix:
-                table.add_row("", "", Text(f"→ {finding.fix}"))
+        for result in results:
+            word, colour = _MARKS[result.level]
+            table.add_row(Text(word, style=colour), result.about, Text(result.text))
+            if result.fix:
+                table.add_row("", "", Text(f"→ {result.fix}"))
         make_console().print(table)
-    if any(finding.level == "error" for finding in findings):
+    if any(result.level == "error" for result in results):
         raise typer.Exit(ERROR)
 
 

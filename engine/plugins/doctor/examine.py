@@ -31,7 +31,7 @@ FILES_PER_EPISODE = 4
 """Connections and files of one running episode, at most."""
 
 
-class Finding(NamedTuple):
+class CheckResult(NamedTuple):
     """What one check found."""
 
     level: Level
@@ -69,7 +69,7 @@ class Examined:
         return 0 if self.launch is None else max(self.launch.indexes, default=-1) + 1
 
 
-def examine(loaded: LoadedSpec | None) -> list[Finding]:
+def examine(loaded: LoadedSpec | None) -> list[CheckResult]:
     """Find the facts of this machine, and check them. Takes up to a minute where SGLang is asked for its flags.
 
     Args:
@@ -85,18 +85,18 @@ def examine(loaded: LoadedSpec | None) -> list[Finding]:
     return check(Examined(machine, loaded, sglang, None if loaded is None else _model_bytes(loaded)))
 
 
-def check(examined: Examined) -> list[Finding]:
-    """The findings of every check, in the order of `CHECKS`."""
-    return [finding for each in CHECKS for finding in each(examined)]
+def check(examined: Examined) -> list[CheckResult]:
+    """The results of every check, in the order of `CHECKS`."""
+    return [result for function in CHECKS for result in function(examined)]
 
 
-def system(examined: Examined) -> Iterator[Finding]:
+def system(examined: Examined) -> Iterator[CheckResult]:
     """Operating system and Python."""
     machine = examined.machine
     name = f"{machine.system}, Python {machine.python[0]}.{machine.python[1]}, {machine.cpus} CPU cores"
-    yield Finding("ok", "system", name)
+    yield CheckResult("ok", "system", name)
     if machine.npu:
-        yield Finding(
+        yield CheckResult(
             "warning",
             "NPU",
             "torch_npu is installed, and NPUs are not supported",
@@ -104,7 +104,7 @@ def system(examined: Examined) -> Iterator[Finding]:
         )
     launch = examined.launch
     if launch is not None and machine.system != "Linux":
-        yield Finding(
+        yield CheckResult(
             "error",
             "system",
             f"`backend.launch` starts servers on Linux, not on {machine.system}",
@@ -112,16 +112,16 @@ def system(examined: Examined) -> Iterator[Finding]:
         )
 
 
-def torch_build(examined: Examined) -> Iterator[Finding]:
+def torch_build(examined: Examined) -> Iterator[CheckResult]:
     """Torch, CUDA, driver and cuDNN."""
     machine = examined.machine
     if machine.torch is None:
-        yield Finding("error", "torch", "torch is not installed", "pip install torch")
+        yield CheckResult("error", "torch", "torch is not installed", "pip install torch")
         return
     build = "CPU build" if machine.torch_cuda is None else f"CUDA {machine.torch_cuda}"
-    yield Finding("ok", "torch", f"{machine.torch}, {build}")
+    yield CheckResult("ok", "torch", f"{machine.torch}, {build}")
     if machine.torch_cuda is None and machine.driver is not None:
-        yield Finding(
+        yield CheckResult(
             "warning",
             "CUDA",
             f"there is an NVIDIA driver ({machine.driver}), and torch is a CPU build, which uses no GPU",
@@ -131,10 +131,12 @@ def torch_build(examined: Examined) -> Iterator[Finding]:
         why = machine.cuda_error or (
             "there is no NVIDIA driver" if machine.driver is None else f"driver {machine.driver}"
         )
-        yield Finding("warning", "CUDA", f"torch finds no GPU: {why}", "check `nvidia-smi` and CUDA_VISIBLE_DEVICES")
+        yield CheckResult(
+            "warning", "CUDA", f"torch finds no GPU: {why}", "check `nvidia-smi` and CUDA_VISIBLE_DEVICES"
+        )
     slow = release(machine.torch)[:2] == (2, 9) and machine.cudnn is not None and machine.cudnn < (9, 16)
     if slow and machine.cudnn is not None:
-        yield Finding(
+        yield CheckResult(
             "warning",
             "cuDNN",
             f"torch 2.9 with cuDNN {machine.cudnn[0]}.{machine.cudnn[1]}: conv3d, with which vision models embed images, is many times slower",
@@ -142,29 +144,29 @@ def torch_build(examined: Examined) -> Iterator[Finding]:
         )
 
 
-def gpus(examined: Examined) -> Iterator[Finding]:
+def gpus(examined: Examined) -> Iterator[CheckResult]:
     """GPUs: those that are there, and those that `backend.launch` names."""
-    found = examined.machine.gpus
-    for index, gpu in enumerate(found):
+    present = examined.machine.gpus
+    for index, gpu in enumerate(present):
         text = f"GPU {index}: {gpu.name}, {gpu.memory / GIB:.0f} GiB, {gpu.free / GIB:.0f} free"
         if gpu.free < gpu.memory / 2:
-            yield Finding("warning", "GPU", text, "another process uses it: see `nvidia-smi`")
+            yield CheckResult("warning", "GPU", text, "another process uses it: see `nvidia-smi`")
         else:
-            yield Finding("ok", "GPU", text)
-    if not found:
-        yield Finding("ok", "GPU", "none: small models run on the CPU")
-    if examined.gpus_needed > len(found):
-        yield Finding(
+            yield CheckResult("ok", "GPU", text)
+    if not present:
+        yield CheckResult("ok", "GPU", "none: small models run on the CPU")
+    if examined.gpus_needed > len(present):
+        yield CheckResult(
             "error",
             "GPU",
-            f"`backend.launch.gpus` names GPU {examined.gpus_needed - 1}, and torch finds {len(found)}",
+            f"`backend.launch.gpus` names GPU {examined.gpus_needed - 1}, and torch finds {len(present)}",
             "name GPUs of this machine; their indexes begin at 0",
         )
     launch = examined.launch
-    if launch is not None and examined.model_bytes is not None and found:
-        smallest = min((found[index].memory for index in launch.indexes if index < len(found)), default=0)
+    if launch is not None and examined.model_bytes is not None and present:
+        smallest = min((present[index].memory for index in launch.indexes if index < len(present)), default=0)
         if smallest and examined.model_bytes > 0.9 * smallest * launch.tp:
-            yield Finding(
+            yield CheckResult(
                 "error",
                 "GPU",
                 f"the weights take {examined.model_bytes / GIB:.0f} GiB, and {launch.tp} GPU of a server have {smallest * launch.tp / GIB:.0f}",
@@ -172,7 +174,7 @@ def gpus(examined: Examined) -> Iterator[Finding]:
             )
 
 
-def servers(examined: Examined) -> Iterator[Finding]:
+def servers(examined: Examined) -> Iterator[CheckResult]:
     """SGLang in the environment that servers are started in: its version and its flags."""
     sglang, launch = examined.sglang, examined.launch
     if sglang is None:
@@ -186,14 +188,14 @@ def servers(examined: Examined) -> Iterator[Finding]:
             if launch is not None
             else ""
         )
-        yield Finding(level, "SGLang", f"not usable{place}: {sglang.error}", fix)
+        yield CheckResult(level, "SGLang", f"not usable{place}: {sglang.error}", fix)
         return
     if release(sglang.version or "") < MINIMUM_SGLANG:
-        yield Finding(
+        yield CheckResult(
             "error", "SGLang", f"{sglang.version}{place}: it does not say which prompt it computed on", install
         )
         return
-    yield Finding("ok", "SGLang", f"{sglang.version}{place}")
+    yield CheckResult("ok", "SGLang", f"{sglang.version}{place}")
     if launch is None or sglang.flags is None:
         return
     for argument in launch.args:
@@ -201,7 +203,7 @@ def servers(examined: Examined) -> Iterator[Finding]:
         if name.startswith("--") and name not in sglang.flags:
             near = get_close_matches(name, sorted(sglang.flags), 1)
             advice = f"did you mean `{near[0]}`? " if near else ""
-            yield Finding(
+            yield CheckResult(
                 "error",
                 "SGLang",
                 f"its server has no argument `{name}` of `backend.launch.args`",
@@ -209,7 +211,7 @@ def servers(examined: Examined) -> Iterator[Finding]:
             )
 
 
-def urls(examined: Examined) -> Iterator[Finding]:
+def urls(examined: Examined) -> Iterator[CheckResult]:
     """The servers of `backend.urls`: whether they answer, and with which version."""
     import httpx
 
@@ -220,49 +222,49 @@ def urls(examined: Examined) -> Iterator[Finding]:
         try:
             reply = httpx.get(f"{url.rstrip('/')}/server_info", timeout=10)
         except httpx.HTTPError as error:
-            yield Finding(
+            yield CheckResult(
                 "error",
                 "server",
                 f"{url} does not answer: {last_line(str(error))}",
                 "start it, or correct `backend.urls`",
             )
             continue
-        told = reply.json() if reply.status_code == 200 else {}
-        found = str(told.get("version", ""))
+        info = reply.json() if reply.status_code == 200 else {}
+        version = str(info.get("version", ""))
         if reply.status_code == 401:
-            yield Finding("ok", "server", f"{url} answers, and asks for a key")
-        elif reply.status_code != 200 or not found:
-            yield Finding(
+            yield CheckResult("ok", "server", f"{url} answers, and asks for a key")
+        elif reply.status_code != 200 or not version:
+            yield CheckResult(
                 "error",
                 "server",
                 f"{url} answers {reply.status_code}; it is not an SGLang server",
                 "correct `backend.urls`",
             )
-        elif release(found) < MINIMUM_SGLANG:
-            yield Finding(
+        elif release(version) < MINIMUM_SGLANG:
+            yield CheckResult(
                 "error",
                 "server",
-                f"{url} runs SGLang {found}: it does not say which prompt it computed on",
+                f"{url} runs SGLang {version}: it does not say which prompt it computed on",
                 "update it to 0.5.23",
             )
         else:
-            yield Finding("ok", "server", f"{url} runs SGLang {found}")
+            yield CheckResult("ok", "server", f"{url} runs SGLang {version}")
 
 
-def ports(examined: Examined) -> Iterator[Finding]:
+def ports(examined: Examined) -> Iterator[CheckResult]:
     """Ports of this machine."""
     if examined.machine.loopback is not None:
-        yield Finding(
+        yield CheckResult(
             "error",
             "ports",
             f"no port of 127.0.0.1 can be opened: {examined.machine.loopback}",
             "check the sandbox or container",
         )
     else:
-        yield Finding("ok", "ports", "ports of 127.0.0.1 can be opened")
+        yield CheckResult("ok", "ports", "ports of 127.0.0.1 can be opened")
 
 
-def open_files(examined: Examined) -> Iterator[Finding]:
+def open_files(examined: Examined) -> Iterator[CheckResult]:
     """The limit on open files, against the episodes that run at once."""
     most = examined.machine.open_files
     if most is None or examined.loaded is None:
@@ -270,17 +272,17 @@ def open_files(examined: Examined) -> Iterator[Finding]:
     rollout = examined.loaded.spec.rollout
     needed = 256 + FILES_PER_EPISODE * (rollout.live_episodes or 2 * rollout.concurrency)
     if most < needed:
-        yield Finding(
+        yield CheckResult(
             "warning",
             "open files",
             f"at most {most}; {needed} may be needed for the episodes that run at once",
             f"ulimit -n {max(4096, needed)}",
         )
     else:
-        yield Finding("ok", "open files", f"at most {most}")
+        yield CheckResult("ok", "open files", f"at most {most}")
 
 
-def shared_memory(examined: Examined) -> Iterator[Finding]:
+def shared_memory(examined: Examined) -> Iterator[CheckResult]:
     """/dev/shm: NCCL, and weights that are sent as tensors, use it. Containers often have 64 MB."""
     free = examined.machine.shared_memory
     if free is None:
@@ -292,19 +294,19 @@ def shared_memory(examined: Examined) -> Iterator[Finding]:
     text = f"{free / GIB:.2g} GiB free"
     if free < GIB and (several or tensors):
         what = "servers of several GPUs" if several else "`train.weight_sync.method: tensors`"
-        yield Finding(
+        yield CheckResult(
             "error",
             "shared memory",
             f"{text}; {what} need 1 GiB and more",
             "start the container with --shm-size=16g (or --ipc=host)",
         )
     elif free < GIB:
-        yield Finding("warning", "shared memory", text, "start the container with --shm-size=16g (or --ipc=host)")
+        yield CheckResult("warning", "shared memory", text, "start the container with --shm-size=16g (or --ipc=host)")
     else:
-        yield Finding("ok", "shared memory", text)
+        yield CheckResult("ok", "shared memory", text)
 
 
-def disk(examined: Examined) -> Iterator[Finding]:
+def disk(examined: Examined) -> Iterator[CheckResult]:
     """Free disk space where runs are stored, against the checkpoints that are kept."""
     out = Path(examined.loaded.spec.rollout.out) if examined.loaded is not None else Path("runs")
     place = out.absolute()
@@ -313,14 +315,16 @@ def disk(examined: Examined) -> Iterator[Finding]:
     free = shutil.disk_usage(place).free
     text = f"{free / GIB:.1f} GiB free for {out}"
     if not os.access(place, os.W_OK):
-        yield Finding("error", "disk", f"{place} cannot be written", "choose another folder: `rollout.out`, or `--out`")
+        yield CheckResult(
+            "error", "disk", f"{place} cannot be written", "choose another folder: `rollout.out`, or `--out`"
+        )
         return
     train = examined.loaded.spec.train if examined.loaded is not None else None
     if train is not None and examined.model_bytes is not None and train.adapter is None:
         # float32 weights and two moments; the newest ones, the best one, and the one that is being written
         needed = 6 * examined.model_bytes * (train.checkpoints.keep + 2)
         if free < needed:
-            yield Finding(
+            yield CheckResult(
                 "error",
                 "disk",
                 f"{text}; {train.checkpoints.keep + 2} checkpoints take about {needed / GIB:.0f}",
@@ -328,21 +332,20 @@ def disk(examined: Examined) -> Iterator[Finding]:
             )
             return
     if free < 2 * GIB:
-        yield Finding("warning", "disk", text, "free some space: a run stores every token")
+        yield CheckResult("warning", "disk", text, "free some space: a run stores every token")
     else:
-        yield Finding("ok", "disk", text)
+        yield CheckResult("ok", "disk", text)
 
 
-def packages(examined: Examined) -> Iterator[Finding]:
+def packages(examined: Examined) -> Iterator[CheckResult]:
     """Packages that a spec needs."""
-    found = examined.machine.packages
     if examined.loaded is None or examined.loaded.spec.train is None:
         return
-    if examined.loaded.spec.train.adapter is not None and "peft" not in found:
-        yield Finding("error", "packages", "`train.lora` needs peft", "pip install 'peft>=0.17'")
+    if examined.loaded.spec.train.adapter is not None and "peft" not in examined.machine.packages:
+        yield CheckResult("error", "packages", "`train.lora` needs peft", "pip install 'peft>=0.17'")
 
 
-def precision(examined: Examined) -> Iterator[Finding]:
+def precision(examined: Examined) -> Iterator[CheckResult]:
     """The precision of a training on the device that it gets here."""
     train = None if examined.loaded is None else examined.loaded.spec.train
     if train is None:
@@ -352,14 +355,14 @@ def precision(examined: Examined) -> Iterator[Finding]:
         device = "cuda" if examined.machine.gpus else "cpu"
     name = train.precision_on(device)
     if device == "cuda" and name == "float32":
-        yield Finding("warning", "precision", FLOAT32_ON_GPU, "remove `train.precision: float32`, or write `mixed`")
+        yield CheckResult("warning", "precision", FLOAT32_ON_GPU, "remove `train.precision: float32`, or write `mixed`")
     else:
-        yield Finding(
+        yield CheckResult(
             "ok", "precision", f"the training computes in {name} on {device} (`train.precision: {train.precision}`)"
         )
 
 
-CHECKS: tuple[Callable[[Examined], Iterator[Finding]], ...] = (
+CHECKS: tuple[Callable[[Examined], Iterator[CheckResult]], ...] = (
     system,
     torch_build,
     gpus,

@@ -64,9 +64,9 @@ def plain(value: Any) -> Any:
         case float():
             return value if math.isfinite(value) else str(value)
         case Mapping():
-            return {str(key): plain(each) for key, each in value.items()}
+            return {str(key): plain(item) for key, item in value.items()}
         case list() | tuple():
-            return [plain(each) for each in value]
+            return [plain(item) for item in value]
     return str(value)
 
 
@@ -113,8 +113,13 @@ def episode_document(store: RunReader, episode_id: str, attempt: int | None = No
         "branches": branch_heads(trajectory.branches),
         "branch_reasons": branch_reasons(trajectory),
         "condensations": [
-            {"turn": each.turn, "reason": each.reason, "before": each.before, "after": each.after}
-            for each in trajectory.condensations
+            {
+                "turn": condensation.turn,
+                "reason": condensation.reason,
+                "before": condensation.before,
+                "after": condensation.after,
+            }
+            for condensation in trajectory.condensations
         ],
     }
 
@@ -188,14 +193,14 @@ def _turn(trajectory: Trajectory, turn: Turn, advantages: Advantages) -> Documen
 
 
 def moves(postings: Sequence[Posting]) -> Iterator[list[Posting]]:
-    """Yield the postings of each `add` and `set`, and those of each transfer: they are adjacent in the ledger, and sum to zero."""
+    """Yield the postings of posting `add` and `set`, and those of posting transfer: they are adjacent in the ledger, and sum to zero."""
     moving: list[Posting] = []
     for posting in postings:
         if posting.op != "transfer":
             yield [posting]
             continue
         moving.append(posting)
-        if abs(math.fsum(each.delta for each in moving)) < 1e-9:
+        if abs(math.fsum(posting.delta for posting in moving)) < 1e-9:
             yield moving
             moving = []
     if moving:
@@ -208,14 +213,16 @@ def move_document(postings: Sequence[Posting]) -> Document:
     transfer = first.op == "transfer"
     return {
         "op": first.op,
-        "names": list(dict.fromkeys(each.name for each in postings)),
-        "amount": plain(math.fsum(each.delta for each in postings if each.delta > 0) if transfer else first.delta),
-        "from": sorted({each.turn for each in postings if each.delta < 0}) if transfer else [],
-        "to": sorted({each.turn for each in postings if each.delta > 0 or not transfer}),
+        "names": list(dict.fromkeys(posting.name for posting in postings)),
+        "amount": plain(
+            math.fsum(posting.delta for posting in postings if posting.delta > 0) if transfer else first.delta
+        ),
+        "from": sorted({posting.turn for posting in postings if posting.delta < 0}) if transfer else [],
+        "to": sorted({posting.turn for posting in postings if posting.delta > 0 or not transfer}),
         "at_turn": first.at_turn,
         "source": first.source,
         "cause": first.cause,
-        "postings": [each.seq for each in postings],
+        "postings": [posting.seq for posting in postings],
     }
 
 
@@ -305,8 +312,8 @@ def branch_heads(branches: Sequence[Branch]) -> list[Document]:
                 "turns": sorted({int(turn) for turn in branch.turn_ids if turn >= 0}),
                 "from": origin,
                 "parts_at": token if shared else None,
-                "spans": [each.plain() for each in branch.spans],
-                "images": [each.plain() for each in branch.images],
+                "spans": [span.plain() for span in branch.spans],
+                "images": [image.plain() for image in branch.images],
             }
         )
     return heads

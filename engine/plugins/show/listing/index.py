@@ -163,8 +163,8 @@ class Index:
         rows = connection.execute(f"SELECT number, {_STORED} FROM episodes WHERE number BETWEEN ? AND ?", (first, last))
         marks = ", ".join("?" * (2 + _STORED.count(",") + 1))
         with self._writing():
-            for each in gone:
-                self._remove(number, each - 1, each)
+            for episode in gone:
+                self._remove(number, episode - 1, episode)
             self.connection.executemany(
                 f"INSERT OR REPLACE INTO episodes (source, number, {_STORED}) VALUES ({marks})",
                 ((number, *row) for row in rows if row[0] in changed),

@@ -192,7 +192,7 @@ class Listing:
                 f"sum(failure IS NULL AND \"limit\" IS NOT NULL), avg(CASE WHEN status = 'done' THEN reward END) {self._from(chosen)}"
             ).fetchone()
             episodes, *sums, reward = counted
-            done, solved, failed, limited = (each or 0 for each in sums)
+            done, solved, failed, limited = (total or 0 for total in sums)
             return Totals(episodes=episodes, done=done, solved=solved, failed=failed, limited=limited, reward=reward)
 
     def group(self, run: str, task: str) -> list[Row]:

@@ -59,7 +59,9 @@ def find(word: str | Path, out: Path | str = "runs") -> Path:
             return place
     there = trainings(Path(out))
     if str(word) == "latest":
-        dated = [(created, each) for each in there if _stores(each) and (created := _begun(each)) is not None]
+        dated = [
+            (created, training) for training in there if _stores(training) and (created := _begun(training)) is not None
+        ]
         if list_runs(out) or not dated:
             run = find_run("latest", out)
             dated.append((_created(run), run))
@@ -70,7 +72,7 @@ def find(word: str | Path, out: Path | str = "runs") -> Path:
         try:
             return find_training(str(word), Path(out))
         except TrainError:
-            if any(each.name.startswith(str(word)) for each in there):
+            if any(training.name.startswith(str(word)) for training in there):
                 raise StoreError(f"`{word}` is the beginning of several trainings in {out}; give more of it") from None
             raise error from None
 
@@ -103,8 +105,8 @@ def _begun(training: Path) -> float | None:
 
 def _stores(training: Path) -> list[Path]:
     """The stores of a training: its episodes, then its evaluations by step."""
-    found = [training / ROLLOUTS, *sorted((training / EVALUATIONS).glob("*"))]
-    return [folder for folder in found if (folder / RUN_FILE).is_file()]
+    folders = [training / ROLLOUTS, *sorted((training / EVALUATIONS).glob("*"))]
+    return [folder for folder in folders if (folder / RUN_FILE).is_file()]
 
 
 def open_stores(paths: Iterable[Path | str], known: Collection[Source] = ()) -> list[tuple[Source, RunReader]]:
@@ -119,9 +121,9 @@ def open_stores(paths: Iterable[Path | str], known: Collection[Source] = ()) -> 
     """
     keys = {source.key for source in known}
     folders = {source.folder for source in known}
-    found: list[tuple[Source, RunReader]] = []
-    given = [Path(path).absolute() for path in paths]
-    for path in given:
+    opened: list[tuple[Source, RunReader]] = []
+    absolute = [Path(path).absolute() for path in paths]
+    for path in absolute:
         training = path if is_training(path) else _training_of(path)
         for folder in _stores(path) if is_training(path) else [path]:
             if str(folder) in folders:
@@ -142,10 +144,10 @@ def open_stores(paths: Iterable[Path | str], known: Collection[Source] = ()) -> 
                 training=None if training is None else str(training),
                 step=int(step[1]) if step else None,
             )
-            found.append((source, store))
-    if not found and not known:
-        raise StoreError(f"there are no episodes in {', '.join(map(str, given)) or 'nothing'} yet")
-    return found
+            opened.append((source, store))
+    if not opened and not known:
+        raise StoreError(f"there are no episodes in {', '.join(map(str, absolute)) or 'nothing'} yet")
+    return opened
 
 
 def _training_of(run: Path) -> Path | None:
