@@ -82,6 +82,7 @@ class SentFolder:
     """An open folder that a program in a sandbox sends over a socket: the only files of a file system, whose number is known so."""
 
     def __init__(self, channel: socket.socket) -> None:
+        channel.setblocking(False)  # `recv_fds` of Python 3.11 does not hand its flags on
         self._channel = channel
         self.opened = -1
         """Its descriptor; -1 before the program has sent it."""
@@ -90,7 +91,7 @@ class SentFolder:
         """The number of files in it, itself included; 0 before the program has sent it."""
         if self.opened < 0:
             with contextlib.suppress(OSError, IndexError):
-                self.opened = socket.recv_fds(self._channel, 1, 1, socket.MSG_DONTWAIT)[1][0]
+                self.opened = socket.recv_fds(self._channel, 1, 1)[1][0]
         if self.opened < 0:
             return 0
         status = os.fstatvfs(self.opened)
