@@ -90,8 +90,10 @@ class Journal:
         self._open(rows)
 
     def _open(self, rows: list[Any]) -> None:
-        with decoding(Path(self._writer.name), self.episode_id):
-            self.entries = [read_entry(row) for row in rows]
+        self.entries = []
+        if rows:
+            with decoding(Path(self._writer.name), self.episode_id):
+                self.entries = [read_entry(row) for row in rows]
         self._length = len(rows)
 
     def append(self, entry: JournalEntry, encoded: EncodedRecord) -> Write:
