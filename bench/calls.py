@@ -102,8 +102,8 @@ LOOP = "asyncio and system calls"
 class BatchedFake(FakeSGLang):
     """Answers requests when it has `BATCH` of them, all in one callback, in no task of its own."""
 
-    def __init__(self, output: list[int]) -> None:
-        super().__init__(output=output, vocab_size=1 << 20, context=1 << 20)
+    def __init__(self, output: list[int], vocab_size: int) -> None:
+        super().__init__(output=output, vocab_size=vocab_size, context=1 << 20)
         self.waiting: list[Call] = []
         self.before_answers: Callable[[], None] = lambda: None
         self._timer: asyncio.TimerHandle | None = None
@@ -331,7 +331,7 @@ async def measure(guard: GuardCalls, model: Path, text: str | None, turns: int, 
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     workload = Workload.of(tokenizer)
     reply = workload.reply if text is None else tokenizer.encode(f"{text}<|im_end|>", add_special_tokens=False).ids
-    fake = BatchedFake(reply)
+    fake = BatchedFake(reply, tokenizer.get_vocab_size())
     engine = subject.Engine(await fake.start(), str(model), turns)
     frames, calls, loop, tool = Frames(), Calls(promises), asyncio.get_running_loop(), subject.calculate
 

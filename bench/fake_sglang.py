@@ -363,7 +363,7 @@ async def _serve(arguments: argparse.Namespace, output: list[int], text: str) ->
         output=output,
         latency=arguments.latency,
         slots=arguments.slots or 1 << 30,
-        vocab_size=1 << 20,
+        vocab_size=arguments.vocab,
         context=1 << 20,
         text=text,
     )
@@ -378,6 +378,7 @@ def main() -> None:
     parser.add_argument("--reply", help="JSON file with the `ids` of every reply and their `text`")
     parser.add_argument("--latency", type=float, default=0.0, help="seconds that a reply takes")
     parser.add_argument("--slots", type=int, default=0, help="replies that are worked on at once; 0 is no limit")
+    parser.add_argument("--vocab", type=int, default=1 << 20, help="number of ids of its model")
     arguments = parser.parse_args()
     reply = (
         json.loads(Path(arguments.reply).read_text()) if arguments.reply else {"ids": list(range(100, 228)), "text": ""}

@@ -162,6 +162,7 @@ class Fake:
         path.write_text(json.dumps({"ids": workload.reply, "text": text}))
         script = Path(__file__).parent / "fake_sglang.py"
         command = [sys.executable, str(script), "--reply", str(path), "--latency", str(latency), "--slots", str(slots)]
+        command += ["--vocab", str(workload.tokenizer.get_vocab_size())]
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         cores = sorted(os.sched_getaffinity(0))
         if len(cores) > 1:

@@ -118,7 +118,8 @@ class GenerateAction(Action):
         request = self._request(episode, episode.conversation, episode.turn + 1, episode.sampling)
         assert objects.sampler is not None  # where nothing is sampled, nothing is performed
         generation = await objects.sampler.generate(request)
-        self._check(episode, generation, request.max_new_tokens)
+        checked = objects.sampler.checks_replies and self.vision is None
+        self._check(episode, generation, request.max_new_tokens, checked)
         return GenerationRecord(generation=generation, whole=episode.conversation.whole)
 
     def request_ahead(
@@ -163,9 +164,12 @@ class GenerateAction(Action):
             tools=conversation.tools if self._sends_messages else None,
         )
 
-    def _check(self, episode: Episode, generation: Generation, most: int) -> None:
+    def _check(self, episode: Episode, generation: Generation, most: int, checked: bool) -> None:
         """Check a reply of a backend before anything is stored."""
-        episode.conversation.check(generation)
+        if checked and generation.routed_experts is None:
+            episode.conversation.checked = generation
+        else:
+            episode.conversation.check(generation)
         count = len(generation.output_ids)
         if count > most:
             raise BackendError(f"the backend sampled {count} tokens; at most {most} were requested", kind="bad_reply")

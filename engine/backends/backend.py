@@ -32,6 +32,11 @@ class Sampler(Protocol):
         """See `Backend.generate`."""
         ...
 
+    @property
+    def checks_replies(self) -> bool:
+        """See `Backend.checks_replies`."""
+        ...
+
 
 class Backend(ABC):
     """What samples replies. `engine.backends.registry.open_backend` makes one; all episodes of a run share it.
@@ -45,6 +50,9 @@ class Backend(ABC):
 
     declared: type[BackendBase]
     """Its config class, which declares its capabilities: `backend.declared.exact_ids`."""
+    checks_replies: bool = False
+    """Once it has started: it gives no reply that `ChatTemplate.check_sampled` would refuse for a model without images, so none is
+    checked twice."""
     context: int | None = None
     """Longest sequence in tokens, prompt and reply together, where the backend has a limit of its own."""
     outage: Outage | None = None
@@ -131,9 +139,10 @@ class Backend(ABC):
 class SlotSampler:
     """Samples from a backend, which holds one of the slots for each reply."""
 
-    __slots__ = ("generate",)
+    __slots__ = ("checks_replies", "generate")
 
     def __init__(self, backend: Backend, slots: Slots) -> None:
+        self.checks_replies = backend.checks_replies
         self.generate: Callable[[GenerateRequest], Awaitable[Generation]] = partial(
             backend.generate_in_slot, slots=slots
         )

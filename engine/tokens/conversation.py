@@ -104,7 +104,6 @@ class Conversation:
     __slots__ = (
         "_at",
         "_begins",
-        "_checked",
         "_end",
         "_kinds",
         "_made",
@@ -117,6 +116,7 @@ class Conversation:
         "_written",
         "asked",
         "characters",
+        "checked",
         "history",
         "messages",
         "recorded",
@@ -176,8 +176,8 @@ class Conversation:
         self._newest: View = {}
         """The newest reply."""
         self._end = ReplyEnd()
-        self._checked: Generation | None = None
-        """The reply that `check` admitted last."""
+        self.checked: Generation | None = None
+        """The reply that `check`, or the backend that gave it, has checked."""
         self._written = ""
         """The newest reply of a backend that gives text and no ids."""
 
@@ -406,9 +406,9 @@ class Conversation:
         tape, before, ids = self.tapes[self._at], prompt[-TAIL:], generation.output_ids
         if generation.text is not None and not len(ids):
             return self._reply_in_text(tape, generation, generation.text, turn)
-        if generation is not self._checked:
+        if generation is not self.checked:
             self.check(generation)
-        self._checked = None
+        self.checked = None
         start, end = tape.append_reply(generation, turn)
         replies = self.template.replies
         self._undo = self._prompt = None
@@ -472,7 +472,7 @@ class Conversation:
             BackendError, ImageError: As `ChatTemplate.check_sampled`; or experts are not those of the tokens that they were requested
                 for (`bad_reply`).
         """
-        if generation is self._checked:
+        if generation is self.checked:
             return
         self.template.check_sampled(generation)
         if generation.routed_experts is not None and self.tapes:
@@ -480,7 +480,7 @@ class Conversation:
                 self.tapes[self._at].admit_experts(len(generation.output_ids), generation.routed_experts)
             except ValueError as error:
                 raise BackendError(f"backend.routed_experts: {error}", kind="bad_reply") from None
-        self._checked = generation
+        self.checked = generation
 
     def sampled(self, turn: int) -> tuple[IntVector, IntVector]:
         """Up to `TAIL` ids before a turn's sampled ids, and these; int32 [tokens] each, read-only."""

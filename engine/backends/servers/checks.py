@@ -254,6 +254,7 @@ class CheckedServers(ServersBackend):
         facts = await self.check_servers(self._sampling)
         self.vocab_size, self.context = facts.vocab_size, facts.context
         self.encoder = self._new_encoder(self.vocab_size)
+        self.checks_replies = self.vocab_size <= self._format.vocab_size
         self.pool.watch()
 
     async def _launch(self) -> None:

@@ -55,6 +55,7 @@ class PrefetchingSampler:
 
     def __init__(self, sampler: Sampler) -> None:
         self._sampler = sampler
+        self.checks_replies = sampler.checks_replies
         self._source: _Source | None = None
         self._jobs: dict[Exchange, deque[_Job]] = {}
         self._stopped: set[Exchange] = set()

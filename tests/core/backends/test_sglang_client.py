@@ -12,6 +12,8 @@ from bad_replies import BAD_REPLIES, BROKEN, SERVER_ERRORS
 from generate_requests import generate_request as request
 from sglang_cluster import OUTPUT, Call, answers, changed, cluster
 
+from engine.backends.backend import SlotSampler
+from engine.backends.slots import Slots
 from engine.errors import BackendError, ContextOverflow
 from engine.schemas.generation import FinishReason, SamplingParams, VersionSpan
 from engine.tokens.template import ChatTemplate
@@ -248,3 +250,15 @@ async def test_an_interruption_at_the_last_token_is_a_reply_of_full_length(chat_
         generation = await it.backend.generate(request(max_new_tokens=2))
         assert (generation.output_ids.tolist(), generation.finish) == ([5, 6], FinishReason(type="length"))
         assert it.fake.requests == 1
+
+
+@pytest.mark.parametrize(("more", "checked"), [(0, True), (1, False)])
+async def test_replies_are_checked_again_where_the_server_has_more_ids_than_the_model(
+    chat_format: ChatTemplate, more: int, checked: bool
+) -> None:
+    async with cluster(chat_format, start=False) as it:
+        it.fake.vocab_size = chat_format.vocab_size + more
+        assert it.backend.checks_replies is False
+        await it.backend.start()
+        assert it.backend.checks_replies is checked
+        assert SlotSampler(it.backend, Slots(1)).checks_replies is checked
