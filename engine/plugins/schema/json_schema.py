@@ -1,13 +1,15 @@
 """JSON Schemas of the data classes for editors: exactly what the loader accepts.
 
-In four places Pydantic's schema of a spec differs from the loader: a preset may be given as a string, `${NAME}` may replace a
-number, with `extends` required keys may be missing, and some keys are required only together with others. This module adds them, and descriptions and
-examples for keys whose data class has no docstring: every key of a spec has a description, and the loader accepts every example.
+In four places Pydantic's schema of a spec differs from the loader: a preset may be given as a string, `${NAME}` may
+replace a number, with `extends` required keys may be missing, and some keys are required only together with others.
+This module adds them, and descriptions and examples for keys whose data class has no docstring: every key of a spec has
+a description, and the loader accepts every example.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 from pydantic.json_schema import models_json_schema
@@ -57,6 +59,8 @@ VARIABLE: Schema = {
     "pattern": r"\$\{[A-Za-z_][A-Za-z0-9_]*(:[^{}]*)?\}",
     "description": "An environment variable: ${NAME} or ${NAME:default}.",
 }
+_BREAK = re.compile(r"(?<!\n)\n(?!\n|RewardEvent)")
+"""A line break inside a paragraph; the examples of reward events have lines of their own."""
 _VARIABLE_REF: Schema = {"$ref": "#/$defs/Variable"}
 
 
@@ -67,7 +71,22 @@ def documents() -> dict[str, str]:
         schemas[name] = _untitled({"$schema": DIALECT, **adapter(model).json_schema(by_alias=True)})
         if adapt := getattr(model, "adapt_json_schema", None):
             adapt(schemas[name])
-    return {name: json.dumps(schema, indent=2, ensure_ascii=False) + "\n" for name, schema in sorted(schemas.items())}
+    return {
+        name: json.dumps(_joined(schema), indent=2, ensure_ascii=False) + "\n"
+        for name, schema in sorted(schemas.items())
+    }
+
+
+def _joined(schema: Any) -> Any:
+    """A schema whose descriptions have no line breaks of the source inside a paragraph; those of examples stay."""
+    if isinstance(schema, list):
+        return [_joined(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        key: _BREAK.sub(" ", value) if key == "description" and isinstance(value, str) else _joined(value)
+        for key, value in schema.items()
+    }
 
 
 def episode_schema() -> Schema:
@@ -108,7 +127,8 @@ def episode_schema() -> Schema:
     properties["extends"] = {
         "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}],
         "description": "Specs that this one begins with, relative to this file, or names of published settings "
-        "(docs/published.md); later ones win over earlier ones, and this file over all. Mappings are merged, anything else "
+        "(docs/published.md); later ones win over earlier ones, and this file over all. Mappings are merged, anything "
+        "else "
         "is replaced.",
     }
     definitions["Variable"] = VARIABLE
@@ -285,7 +305,8 @@ WORDS: dict[str, dict[str, str]] = {
     },
     "TransitionSpec": {"dest": "The state that comes next."},
     "TasksSpec": {
-        "source": "`inline` rows, a `jsonl`, `csv` or `parquet` file, a data set on the `hub`, a `python` function, or a `mix` of "
+        "source": "`inline` rows, a `jsonl`, `csv` or `parquet` file, a data set on the `hub`, a `python` function, or "
+        "a `mix` of "
         "several sources."
     },
     "PromptMessage": {"role": "The role of the message."},
