@@ -1,4 +1,5 @@
-"""Clocks -> they stand still together while no server can be reached: those of episodes, of actions, and of blocks of code."""
+"""Clocks -> they stand still together while no server can be reached: those of episodes, of actions, and of blocks of
+code."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ class Clock(Protocol):
 
 
 class PausableClocks:
-    """Clocks that are paused together. It is a clock itself; after two calls of `pause` it continues at the second `resume`."""
+    """Clocks that are paused together. It is a clock itself; after two calls of `pause` it continues at the second
+    `resume`."""
 
     def __init__(self) -> None:
         self._clocks: dict[Clock, None] = {}

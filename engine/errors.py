@@ -176,7 +176,8 @@ class FailingError(EngineError):
 
 
 class SpecCodeError(EngineError):
-    """Code that the spec names (an environment, a tool, a user, …) raised, did not answer in time, or gave an invalid answer."""
+    """Code that the spec names (an environment, a tool, a user, …) raised, did not answer in time, or gave an invalid
+    answer."""
 
     def __init__(self, message: str, *, blame: Blame, kind: str, trace: str | None = None) -> None:
         self.blame = blame
@@ -221,8 +222,8 @@ class TrainError(EngineError):
 
     Kinds: `train_setup` (the spec, model or device does not allow it), `weights_not_taken` (a backend does not sample
     with the weights that were sent to it), `diverged` (loss or gradient is not finite), `no_data` (no group has a
-    learning signal), `checkpoint` (cannot be read or written), `handover` (rows were lost or changed on the way to another trainer),
-    `untrainable` (another trainer asked for an episode that cannot be trained on).
+    learning signal), `checkpoint` (cannot be read or written), `handover` (rows were lost or changed on the way to
+    another trainer), `untrainable` (another trainer asked for an episode that cannot be trained on).
     """
 
     def __init__(self, message: str, *, kind: str) -> None:

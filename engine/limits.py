@@ -1,8 +1,8 @@
 """A table: every limit on an episode, with its name and unit, the action that it stops, and how it is counted.
 
-The executor, the guard variables, the proofs, the worst case, budgets, scenario coverage, the JSON Schema and docs/spec.md
-read this table and repeat nothing of it. To add a limit: its field in `LimitsSpec` and its entry in `_CORE`. A plugin adds one by
-the point `limits` of its face, with a key of an inline section of `limits`.
+The executor, the guard variables, the proofs, the worst case, budgets, scenario coverage, the JSON Schema and
+docs/spec.md read this table and repeat nothing of it. To add a limit: its field in `LimitsSpec` and its entry in
+`_CORE`. A plugin adds one by the point `limits` of its face, with a key of an inline section of `limits`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Logs: text on a terminal, JSON lines otherwise; always on stderr, so that stdout has only the command's output.
 
-The engine logs through structlog. Libraries' messages of level warning and above in the standard library's logging get the
-same form.
+The engine logs through structlog. Libraries' messages of level warning and above in the standard library's logging get
+the same form.
 """
 
 from __future__ import annotations
@@ -114,7 +114,8 @@ def configure_logging(level: str | None = None, *, json: bool | None = None) -> 
 
 @contextmanager
 def collected_logs(name: str, level: int = logging.WARNING, *, alone: bool = True) -> Iterator[list[str]]:
-    """Collect what a library logs from a level on. `alone`: only in this thread, and no other handler gets it, since it may quote a URL."""
+    """Collect what a library logs from a level on. `alone`: only in this thread, and no other handler gets it, since it
+    may quote a URL."""
     logger, thread, messages = logging.getLogger(name), threading.get_ident(), list[str]()
     handler = logging.Handler(level)
 

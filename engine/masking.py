@@ -5,8 +5,8 @@
     mask_credentials("http://me:pass@host: Bearer abcdefghijk")       # "http://me:***@host: Bearer ***"
 
 A process remembers the values of environment variables whose names say that they are secret, of other variables that a
-spec fills into a `with`, and of the API keys that backends use. Values that occur in ordinary text are not masked: those of
-fewer than `SHORTEST` characters and, where the name says nothing, paths that exist, words and short numbers.
+spec fills into a `with`, and of the API keys that backends use. Values that occur in ordinary text are not masked:
+those of fewer than `SHORTEST` characters and, where the name says nothing, paths that exist, words and short numbers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ SHORTEST = 6
 """Minimum length of a masked value, in characters."""
 
 _NAMES = re.compile(
-    r"(?:^|_|(?<=_)API)(?:APIKEY|KEYS?|TOKENS?|SECRETS?|PASS(?:WORD|WD|PHRASE)?|CREDENTIALS?|AUTH|WEBHOOK|DSN)(?:\d*$|_)|_PWD$",
+    r"(?:^|_|(?<=_)API)(?:APIKEY|KEYS?|TOKENS?|SECRETS?|PASS(?:WORD|WD|PHRASE)?|CREDENTIALS?|AUTH|WEBHOOK|DSN)"
+    r"(?:\d*$|_)|_PWD$",
     re.IGNORECASE,
 )
 _USER_INFO = re.compile(r"(://[^\s/:@?#]*):[^\s/@]+@")
@@ -33,7 +34,8 @@ _CREDENTIALS = (
     (re.compile(r"\bAKIA[0-9A-Z]{12,}"), "AKIA***"),
     (
         re.compile(
-            r"""((?:api[_-]?key|access[_-]?token|auth[_-]?token|client[_-]?secret|password|passwd)["']?\s*[:=]\s*["']?)"""
+            r"""((?:api[_-]?key|access[_-]?token|auth[_-]?token|client[_-]?secret|password|passwd)"""
+            r"""["']?\s*[:=]\s*["']?)"""
             r"""(?!\*\*\*)[^\s"',;&{}()]{6,}""",
             re.IGNORECASE,
         ),
@@ -81,7 +83,8 @@ def mask(text: str) -> str:
 
 
 def mask_credentials(text: str) -> str:
-    """Like `mask`, and also passwords in URLs, bearer tokens and keys of known forms. For messages that quote other text."""
+    """Like `mask`, and also passwords in URLs, bearer tokens and keys of known forms. For messages that quote other
+    text."""
     text = mask(text)
     for pattern, replacement in _CREDENTIALS:
         text = pattern.sub(replacement, text)

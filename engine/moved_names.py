@@ -1,4 +1,5 @@
-"""Public modules that moved. Importing an old one is an error that names the new one; entry points are read through this table.
+"""Public modules that moved. Importing an old one is an error that names the new one; entry points are read through
+this table.
 
 Only the standard library is imported here, because `engine/__init__.py` imports this module.
 """
@@ -117,7 +118,8 @@ def current(use: str) -> str:
 
 
 class MovedModules:
-    """The last finder of `sys.meta_path`. It answers only for modules of `MOVED` and for packages that only had such modules."""
+    """The last finder of `sys.meta_path`. It answers only for modules of `MOVED` and for packages that only had such
+    modules."""
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> None:
         """Raises: ModuleNotFoundError: the module moved."""

@@ -3,8 +3,9 @@
     refusal({"answer": 7})                  # None: storable
     refusal({"tree": [[float("nan")]]})     # "`tree[0][0]` is nan; JSON has finite numbers only"
 
-It is applied where a value enters: to the arguments of a tool call (a refused call is malformed, an error of the policy), to
-answers of environments, tools, users, scorers and judges (a refused answer is a failure of the code that gave it), and to task rows.
+It is applied where a value enters: to the arguments of a tool call (a refused call is malformed, an error of the
+policy), to answers of environments, tools, users, scorers and judges (a refused answer is a failure of the code that
+gave it), and to task rows.
 
 A storable value is made of None, booleans, numbers, strings, lists and dicts. The limits and their reasons:
 
@@ -14,8 +15,8 @@ A storable value is made of None, booleans, numbers, strings, lists and dicts. T
 - keys are strings;
 - lists and dicts are nested at most `MAX_DEPTH` deep: JSON readers stop between 128 and 1,000, and a record, a
   trajectory and a row add some levels around the value;
-- a value has at most `MAX_SIZE` characters, where each number, list and dict counts as `ELEMENT`: Arrow addresses 2 GiB of
-  text in a batch, and checking this many takes 0.2 s.
+- a value has at most `MAX_SIZE` characters, where each number, list and dict counts as `ELEMENT`: Arrow addresses 2 GiB
+  of text in a batch, and checking this many takes 0.2 s.
 
 NumPy scalars and arrays, tuples and subclasses of the types above are checked by their content.
 """

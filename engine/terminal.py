@@ -2,8 +2,9 @@
 
 A terminal executes control sequences in its output: ESC and C1 sequences move the cursor, write to the clipboard
 (OSC 52) and set titles. Bidirectional controls and invisible characters make text look different from its content
-(CVE-2021-42574). Every command prints through `engine.cli.console`, `echo` or `echo_json`, and logs go through `visible`
-too. All of them replace such a character by its escape, such as `\\x1b` or `\\u202e`. Line feeds and tabs stay.
+(CVE-2021-42574). Every command prints through `engine.cli.console`, `echo` or `echo_json`, and logs go through
+`visible` too. All of them replace such a character by its escape, such as `\\x1b` or `\\u202e`. Line feeds and tabs
+stay.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ _UNSAFE = re.compile(
     "\ud800-\udfff"  # lone surrogates, which cannot be encoded
     "]"
 )
-"""Characters that a terminal executes or does not show. Joiners and variation selectors stay: scripts and emoji need them."""
+"""Characters that a terminal executes or does not show. Joiners and variation selectors stay: scripts and emoji need
+them."""
 
 MAX_LINE = 1_200
 """Characters of one line of a message that quotes an input."""
@@ -62,7 +64,8 @@ def _escaped(match: re.Match[str]) -> str:
 
 
 def brief(message: str) -> str:
-    """A message in which long inputs are cut in the middle: quoted ones, words, and then lines of more than `MAX_LINE` characters."""
+    """A message in which long inputs are cut in the middle: quoted ones, words, and then lines of more than `MAX_LINE`
+    characters."""
     if len(message) <= _MAX_QUOTE:
         return message
     return "\n".join(_brief_line(line) for line in message.split("\n"))
@@ -92,7 +95,8 @@ def around(text: str, at: int, most: int = 160) -> str:
 
 
 def echo(text: str = "", *, err: bool = False, nl: bool = True) -> None:
-    """Print a line of plain text without secrets, on stderr if `err`, where long inputs are cut; `nl=False` leaves out the line feed at the end."""
+    """Print a line of plain text without secrets, on stderr if `err`, where long inputs are cut; `nl=False` leaves out
+    the line feed at the end."""
     stream = sys.stderr if err else sys.stdout
     stream.write(visible(mask_credentials(brief(text)) if err else mask(text)) + ("\n" if nl else ""))
     stream.flush()

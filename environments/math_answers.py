@@ -30,7 +30,8 @@ _SILENCE = 600.0
 
 
 class MathPool:
-    """Processes that answer questions of `engine.environments.math_worker`; they start when needed. No `WorkerPool`: a limit counts CPU time.
+    """Processes that answer questions of `engine.environments.math_worker`; they start when needed. No `WorkerPool`: a
+    limit counts CPU time.
 
     Args:
         most: Maximum number of processes. None: one per CPU core, at least 2.

@@ -37,7 +37,8 @@ SCHEMA = """
 CREATE TABLE customers (id INTEGER PRIMARY KEY, name TEXT NOT NULL, city TEXT NOT NULL);
 CREATE TABLE products (id INTEGER PRIMARY KEY, name TEXT NOT NULL, category TEXT NOT NULL, price INTEGER NOT NULL);
 CREATE TABLE orders (id INTEGER PRIMARY KEY, customer_id INTEGER NOT NULL REFERENCES customers (id), day TEXT NOT NULL);
-CREATE TABLE items (order_id INTEGER NOT NULL REFERENCES orders (id), product_id INTEGER NOT NULL REFERENCES products (id), quantity INTEGER NOT NULL);
+CREATE TABLE items (order_id INTEGER NOT NULL REFERENCES orders (id),
+product_id INTEGER NOT NULL REFERENCES products (id), quantity INTEGER NOT NULL);
 """
 """`day` is written as 2024-05-31."""
 

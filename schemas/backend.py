@@ -148,7 +148,8 @@ class LaunchSpec(Contract):
     env: dict[str, str] = Field(default_factory=dict)
     """More environment variables of the servers."""
     ready_timeout: Seconds = 1200.0
-    """How long a server may take until it answers its health check: weights are read and kernels compiled in this time."""
+    """How long a server may take until it answers its health check: weights are read and kernels compiled in this
+    time."""
     restarts: int = Field(default=3, ge=0)
     """How often a server that dies is started again. Then it stays out."""
 
@@ -209,21 +210,24 @@ class ServersSpec(BackendBase):
     timeout: Seconds = 600.0
     """Deadline for one reply, including retries. Time in which no server can be reached does not count."""
     try_timeout: Seconds | None = None
-    """Deadline for one try, after which the request is sent again, to another server if possible. Default: half of `timeout`."""
+    """Deadline for one try, after which the request is sent again, to another server if possible. Default: half of
+    `timeout`."""
     retries: int = Field(default=4, ge=0)
-    """Tries after the first, on broken connections, bad replies and 5xx. A server that cannot be reached or answers 429,
-    502, 503 or 504 does not use up a try."""
+    """Tries after the first, on broken connections, bad replies and 5xx. A server that cannot be reached or answers
+    429, 502, 503 or 504 does not use up a try."""
     wait: Seconds = 600.0
-    """How long a run waits while no server replies; then it stops, and can be resumed. No episode fails because of an outage."""
+    """How long a run waits while no server replies; then it stops, and can be resumed. No episode fails because of an
+    outage."""
     adapter: str | None = None
     """Name of a LoRA adapter that is loaded in the servers. Default: the base model samples."""
     health_timeout: Seconds = 30.0
     """A server that has requests and sends nothing for this time is probed."""
     interrupted: Literal["resume", "report"] = "resume"
-    """Whether to sample the rest of a reply that the server aborts (during a weight update), or to end it as aborted."""
+    """Whether to sample the rest of a reply that the server aborts (during a weight update), or to end it as
+    aborted."""
     unchecked_prompts: Literal["refuse", "allow"] = "refuse"
-    """Servers that do not report the prompt that they computed on (SGLang before 0.5.23, vLLM before 0.10.2): refuse them at
-    the start, or allow them. Each turn with such a prompt is counted, in progress, rows and exports."""
+    """Servers that do not report the prompt that they computed on (SGLang before 0.5.23, vLLM before 0.10.2): refuse
+    them at the start, or allow them. Each turn with such a prompt is counted, in progress, rows and exports."""
 
     @model_validator(mode="after")
     def _urls_or_launch(self) -> ServersSpec:
@@ -274,12 +278,12 @@ class SGLangBackendSpec(ServersSpec):
     router: bool = False
     """The URL is an sglang-router; the start checks which fields it drops."""
     verify: bool = False
-    """Load the model here, at the start, and compare one prompt's log-probs (with an image, for a model that takes some) with
-    each server's."""
+    """Load the model here, at the start, and compare one prompt's log-probs (with an image, for a model that takes
+    some) with each server's."""
     routed_experts: bool | Literal["exact"] = False
-    """Keep the experts that a mixture-of-experts model chose for each token, in rows too; `engine train` then uses the same experts.
-    The servers need `--enable-return-routed-experts`; launched ones get it. `exact`: episodes share no cached prefix, so that the
-    first token of a reply, too, has the experts that it was sampled with."""
+    """Keep the experts that a mixture-of-experts model chose for each token, in rows too; `engine train` then uses the
+    same experts. The servers need `--enable-return-routed-experts`; launched ones get it. `exact`: episodes share no
+    cached prefix, so that the first token of a reply, too, has the experts that it was sampled with."""
 
     @classmethod
     def _for_urls(cls) -> tuple[str, ...]:

@@ -90,7 +90,8 @@ class ComparedCredit(CreditMethod):
     baseline: Literal["mean", "leave_one_out", "none"] = "leave_one_out"
     """What is subtracted: the mean of the group, the mean of the group's other episodes, or nothing."""
     scale: Literal["std", "none"] = "none"
-    """`std`: divide by the group's standard deviation, as in GRPO; this biases the gradient (docs/credit.md). `none`: do not divide."""
+    """`std`: divide by the group's standard deviation, as in GRPO; this biases the gradient (docs/credit.md). `none`:
+    do not divide."""
 
     @property
     def comparison(self) -> ComparedCredit | None:
@@ -115,7 +116,8 @@ class DiscountedCredit(ComparedCredit):
 
 
 class OutcomeCredit(ComparedCredit):
-    """The episode's reward relative to its group; the same advantage for all turns. GRPO with `baseline: mean` and `scale: std`."""
+    """The episode's reward relative to its group; the same advantage for all turns. GRPO with `baseline: mean` and
+    `scale: std`."""
 
     formula: ClassVar[str] = "engine.rewards.credit.formulas:outcome"
 
@@ -135,7 +137,8 @@ class TurnReturnCredit(DiscountedCredit):
 
 
 class GigpoCredit(ComparedCredit):
-    """GiGPO: the episode relative to its group, plus each turn relative to the group's turns that began in the same state."""
+    """GiGPO: the episode relative to its group, plus each turn relative to the group's turns that began in the same
+    state."""
 
     formula: ClassVar[str] = "engine.rewards.credit.formulas:gigpo"
     needs_state_key: ClassVar[bool] = True
@@ -148,7 +151,8 @@ class GigpoCredit(ComparedCredit):
     weight: float = Field(default=1.0, ge=0.0)
     """Factor of the turn's advantage within its state."""
     state_key: str | None = None
-    """A CEL expression or the name of a fact, evaluated when a turn begins: turns with equal values began in the same state.
+    """A CEL expression or the name of a fact, evaluated when a turn begins: turns with equal values began in the same
+    state.
     Default: the messages that the model was shown since its previous turn."""
 
     @property
@@ -264,4 +268,5 @@ class RewardsSpec(Contract):
     placement: Literal["last", "spread"] = "last"
     """Where a turn's reward lies in `token_rewards`: on its last sampled token, or in equal parts on all of them."""
     scorer: ScorerSpec | None = None
-    """Called once at the end, in addition to the environment's `score`: `math-verify`, a function, or a model as judge."""
+    """Called once at the end, in addition to the environment's `score`: `math-verify`, a function, or a model as
+    judge."""

@@ -44,7 +44,8 @@ IsolationMode = Annotated[str, NameOf(point="isolation_modes", core=("thread",))
 
 
 class IsolationSpec(Contract):
-    """Where code of the spec runs, and its limits there. The default of each key is the value of the spec's `isolation`."""
+    """Where code of the spec runs, and its limits there. The default of each key is the value of the spec's
+    `isolation`."""
 
     PLUGIN_NAMES: ClassVar[Mapping[str, str]] = {"mode": "isolation_modes"}
 
@@ -57,9 +58,11 @@ class IsolationSpec(Contract):
     output: Bytes | None = None
     """Maximum bytes that one call may print, and maximum bytes of its answer. Default: 16MB."""
     processes: int | None = Field(default=None, ge=1)
-    """Maximum number of processes and threads of one worker, including itself. Default: 256 if the engine runs as root, else no limit."""
+    """Maximum number of processes and threads of one worker, including itself. Default: 256 if the engine runs as root,
+    else no limit."""
     workers: int | None = Field(default=None, ge=1)
-    """Maximum number of worker processes at once; further calls wait. Default: 64 for functions, one per object of a running episode."""
+    """Maximum number of worker processes at once; further calls wait. Default: 64 for functions, one per object of a
+    running episode."""
     user: str | None = Field(default=None, min_length=1)
     """The system user of the workers, where the engine runs as root; `engine` is the engine's own. Left out: an
     unprivileged uid for each worker."""
@@ -270,7 +273,8 @@ class EnvironmentSpec(Entry):
 
 
 class ToolSpec(Entry):
-    """One tool: a typed function, or a class that is built with `with` and then called. With `adapter`, all tools of a server."""
+    """One tool: a typed function, or a class that is built with `with` and then called. With `adapter`, all tools of a
+    server."""
 
     PLUGIN_NAMES: ClassVar[Mapping[str, str]] = {"adapter": "tool_adapters"}
 
@@ -281,7 +285,8 @@ class ToolSpec(Entry):
     timeout: Seconds | None = None
     """Deadline for one call. Default: `limits.tool_seconds`."""
     effects: Effects = "pure"
-    """With `adapter`, where it is left out: `pure` for tools that their server calls read-only, `external` for others."""
+    """With `adapter`, where it is left out: `pure` for tools that their server calls read-only, `external` for
+    others."""
     isolation: IsolationSpec | None = None
     """Where it runs; the spec's `isolation` when left out. Not with `adapter`."""
 

@@ -109,7 +109,8 @@ class UserTurn(Contract):
     tokens: int = 0
     """Number of tokens that a model-played user sampled; they are never trained on."""
     recover: Literal["wrong", "no_answer"] | None = None
-    """The kind of problem of the reply: if the spec has a text `recover.<this>`, the model sees that text instead of `content`."""
+    """The kind of problem of the reply: if the spec has a text `recover.<this>`, the model sees that text instead of
+    `content`."""
     fields: dict[str, Any] = Field(default_factory=dict)
     """Values of the `{{fields}}` of that text."""
 

@@ -51,8 +51,8 @@ class EpisodeSpec(SectionOwner):
     sampling: SamplingParams = Field(default_factory=SamplingParams)
     tasks: TasksSpec
     prompt: list[PromptMessage] | PromptField = Field(default_factory=list)
-    """The first messages of each episode: the same for all tasks, or `{field: messages}` for the task's own. The environment's
-    messages follow."""
+    """The first messages of each episode: the same for all tasks, or `{field: messages}` for the task's own. The
+    environment's messages follow."""
     environment: EnvironmentSpec | None = None
     tools: list[ToolSpec] = Field(default_factory=list)
     user: UserSpec | None = None
@@ -63,8 +63,8 @@ class EpisodeSpec(SectionOwner):
     rewards: RewardsSpec = Field(default_factory=RewardsSpec)
     recover: RecoverSpec = Field(default_factory=RecoverSpec)
     isolation: IsolationSpec | None = None
-    """Where environment, tools, users, scorer and actions of the spec's own run, unless they say so themselves: `thread`
-    (when left out) or `process`."""
+    """Where environment, tools, users, scorer and actions of the spec's own run, unless they say so themselves:
+    `thread` (when left out) or `process`."""
     rollout: RolloutSpec = Field(default_factory=RolloutSpec)
     train: TrainSpec | None = None
     """The settings of `engine train`; other commands ignore them."""

@@ -87,7 +87,8 @@ class GenerateRequest(Struct, frozen=True, kw_only=True):
     base_model: bool = False
     """Sample with the base model, also while the policy is an adapter in the backend."""
     experts_from: int | None = None
-    """Report the experts that the model chose for the tokens from this one on, of prompt and reply; None: report none."""
+    """Report the experts that the model chose for the tokens from this one on, of prompt and reply; None: report
+    none."""
     messages: list[Message] | None = None
     """The conversation so far, for a backend that declares `takes_messages`; None for every other."""
     tools: list[dict[str, Any]] | None = None
@@ -133,17 +134,18 @@ class Generation(Struct, frozen=True, kw_only=True):
     prompt_unchecked: bool = False
     """The server did not report the prompt that it computed on, so nothing shows that it is the one that was sent."""
     routed_experts: ExpertArray | None = None
-    """With `GenerateRequest.experts_from`: the experts of the tokens from that one up to the last but one of prompt and reply,
-    [tokens, layers, top_k]. The last sampled token has none: no model has read it yet."""
+    """With `GenerateRequest.experts_from`: the experts of the tokens from that one up to the last but one of prompt and
+    reply, [tokens, layers, top_k]. The last sampled token has none: no model has read it yet."""
     text: str | None = None
     """The reply of a backend that returns only text (a chat API); ids are then empty, and the row is not trainable."""
     reasoning: str | None = None
     """With `text`: reasoning that the backend returned apart from it."""
     signed: list[dict[str, Any]] | None = None
-    """With `text`: blocks of a reply with reasoning that the API has signed and takes back unchanged, in order; texts as `{type: text, text: …}`,
-    and `{type: tool_use}` at the place of each call."""
+    """With `text`: blocks of a reply with reasoning that the API has signed and takes back unchanged, in order; texts
+    as `{type: text, text: …}`, and `{type: tool_use}` at the place of each call."""
     calls: list[ToolCall | MalformedCall] = msgspec.field(default_factory=list)
-    """With `text`: tool calls that the backend returned apart from it, in order. The id of call number i is `call_<turn>_<i>`."""
+    """With `text`: tool calls that the backend returned apart from it, in order. The id of call number i is
+    `call_<turn>_<i>`."""
     sampled_tokens: int = 0
     """With `text`: length of the reply in tokens as the backend counted it, reasoning included."""
     cost: float = 0.0

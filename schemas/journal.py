@@ -102,7 +102,8 @@ class GenerationRecord(RecordBase, frozen=True, kw_only=True):
     kind: Literal["generation"] = "generation"
     generation: Generation
     whole: bool = False
-    """Whether the bridge before it was found by rendering the whole conversation, because the chat template is not trusted otherwise."""
+    """Whether the bridge before it was found by rendering the whole conversation, because the chat template is not
+    trusted otherwise."""
 
 
 class ToolsRecord(RecordBase, frozen=True, kw_only=True):

@@ -1,4 +1,5 @@
-"""Limits on an episode: what people write under `limits`, validated, and what a row of the table `engine.limits` says of one."""
+"""Limits on an episode: what people write under `limits`, validated, and what a row of the table `engine.limits` says
+of one."""
 
 from __future__ import annotations
 
@@ -29,8 +30,8 @@ class LimitsSpec(SectionOwner):
     images: int | None = Field(default=None, ge=1)
     """Maximum number of images in the conversation when the model is called."""
     episode_tokens: int | None = Field(default=None, ge=1)
-    """Tokens of the current branch: prompt, replies, and the closing tokens and messages between them. A reply is cut at
-    exactly this length. The model's context when left out."""
+    """Tokens of the current branch: prompt, replies, and the closing tokens and messages between them. A reply is cut
+    at exactly this length. The model's context when left out."""
     turn_tokens: int = Field(default=512, ge=1)
     """Maximum number of tokens that the model samples in one turn."""
     tool_calls: int | None = Field(default=16, ge=1)
@@ -40,7 +41,8 @@ class LimitsSpec(SectionOwner):
     tool_seconds: Seconds = 30.0
     """Deadline for one tool call."""
     tool_result_tokens: int | None = Field(default=None, ge=1)
-    """Tokens of one tool's result, and of each text of an environment or a user. Of a longer text, a part is left out."""
+    """Tokens of one tool's result, and of each text of an environment or a user. Of a longer text, a part is left
+    out."""
     tool_result_keep: Literal["start", "end", "both"] = "both"
     """Which part of a long text is shown: its start, its end, or as much of both."""
     tool_result_mark: str = "\n[… {{characters}} characters left out …]\n"
@@ -86,8 +88,10 @@ class Limit(msgspec.Struct, frozen=True):
     count: Callable[[Episode], int] | None = None
     """The count so far. None for time, which the executor measures, and for what is cut."""
     per_use: Literal["one", "calls"] | None = None
-    """How much a use of the action adds, which makes the count provable: one, or as many as the newest reply's tool calls.
-    None: the count does not follow from which actions ran, so proofs assume that the limit may be reached at any time."""
+    """How much a use of the action adds, which makes the count provable: one, or as many as the newest reply's tool
+    calls.
+    None: the count does not follow from which actions ran, so proofs assume that the limit may be reached at any
+    time."""
     variable: str | None = None
     """The guard variable that holds the count."""
     budget: str | None = None

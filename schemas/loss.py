@@ -85,14 +85,15 @@ class BnpoLoss(ClippedLoss):
 
 
 class DrGrpoLoss(ClippedLoss):
-    """Dr. GRPO: GRPO divided by a constant length, so that the length of a reply does not change the size of its gradient."""
+    """Dr. GRPO: GRPO divided by a constant length, so that the length of a reply does not change the size of its
+    gradient."""
 
     denominator: ClassVar[Denominator] = "constant_length"
 
     kind: Literal["dr_grpo"] = "dr_grpo"
     length: int | None = Field(default=None, ge=1)
-    """The constant, in tokens per episode. Default: the mean number of trained tokens of an episode in the training's first step, which is
-    then kept for all steps."""
+    """The constant, in tokens per episode. Default: the mean number of trained tokens of an episode in the training's
+    first step, which is then kept for all steps."""
 
     @property
     def constant_length(self) -> int | None:
@@ -155,7 +156,8 @@ class SapoLoss(Loss):
 
 
 class ReinforceLoss(Loss):
-    """REINFORCE: advantage times log-prob. With a leave-one-out baseline it is RLOO; with batch-normalized advantages, REINFORCE++."""
+    """REINFORCE: advantage times log-prob. With a leave-one-out baseline it is RLOO; with batch-normalized advantages,
+    REINFORCE++."""
 
     formula: ClassVar[str] = "engine.train.losses.formulas:Reinforce"
     ratio_level: ClassVar[Literal["token", "sequence"] | None] = None

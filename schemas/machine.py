@@ -17,7 +17,8 @@ class StateSpec(Contract):
     PLUGIN_NAMES: ClassVar[Mapping[str, str]] = {"action": "actions"}
 
     action: str | None = None
-    """`reset`, `generate`, `call_tools`, `ask_user`, `step`, `score`, an action of a plugin, or `package.module:action` of your own."""
+    """`reset`, `generate`, `call_tools`, `ask_user`, `step`, `score`, an action of a plugin, or `package.module:action`
+    of your own."""
     with_: dict[str, Any] = Field(default_factory=dict, alias="with")
     """For an action of your own: its keyword arguments."""
     final: bool = False

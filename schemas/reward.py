@@ -25,7 +25,8 @@ class PartAddress(Contract):
     """
 
     call: int | str | None = None
-    """A tool call: its number in the turn, from 0 and with malformed calls counted, its id, or for the rewards of a tool's reply `this`."""
+    """A tool call: its number in the turn, from 0 and with malformed calls counted, its id, or for the rewards of a
+    tool's reply `this`."""
     text: str | None = Field(default=None, min_length=1)
     """The tokens that hold the first occurrence of this text."""
     tokens: list[Annotated[int, Field(ge=0)]] | None = Field(default=None, min_length=2, max_length=2)
@@ -58,7 +59,8 @@ class RewardEvent(Contract):
     to: TurnAddress | None = None
     """For a transfer: the turn that receives."""
     part: PartAddress | None = None
-    """The part of `turn` that is paid or pays; its credit is on the tokens of this part only. None: the turn as a whole."""
+    """The part of `turn` that is paid or pays; its credit is on the tokens of this part only. None: the turn as a
+    whole."""
     to_part: PartAddress | None = None
     """For a transfer: the part of `to` that receives."""
     discount: float = Field(default=1.0, ge=0.0)
@@ -110,7 +112,8 @@ class Posting(Struct, frozen=True, kw_only=True):
     cause: str = ""
     source: str = ""
     start: int | None = None
-    """For a reward of a part of the turn: its first token, counted from the first sampled token of the turn. None: the whole turn."""
+    """For a reward of a part of the turn: its first token, counted from the first sampled token of the turn. None: the
+    whole turn."""
     end: int | None = None
     """One past the last token of the part."""
     call: int | None = None

@@ -38,14 +38,16 @@ class RoleSpec(Contract):
     model: ModelSpec | None = None
     """Which model plays, and how conversations become its tokens; the policy's own when left out."""
     backend: BackendSpec | None = None
-    """Where it runs. Left out: in the policy's backend, where the weights are the same; else transformers in this process."""
+    """Where it runs. Left out: in the policy's backend, where the weights are the same; else transformers in this
+    process."""
     weights: Literal["frozen", "policy"] = "frozen"
-    """Weights of the model during a training of the same model. `frozen`: those that the training starts from (with LoRA: the base
-    model), so that rewards do not drift with the policy. `policy`: the newest weights of the policy."""
+    """Weights of the model during a training of the same model. `frozen`: those that the training starts from (with
+    LoRA: the base model), so that rewards do not drift with the policy. `policy`: the newest weights of the policy."""
     sampling: SamplingParams = Field(default_factory=SamplingParams)
     """Sampling parameters of the role's model. Its replies are never trained on."""
     prompt: list[RoleMessage] = Field(default_factory=list)
-    """What the model that plays is told. `{{task.question}}` is a field of the task; `{{reply}}` the policy's newest reply."""
+    """What the model that plays is told. `{{task.question}}` is a field of the task; `{{reply}}` the policy's newest
+    reply."""
     turn_tokens: int = Field(default=512, ge=1)
     """Maximum number of tokens of one answer of a model, including reasoning."""
     isolation: IsolationSpec | None = None
@@ -145,7 +147,8 @@ class UserSpec(RoleSpec):
 
     effects: Effects = "pure"
     opener: str = "Hello. How can I help you?"
-    """What the policy is taken to have said first, where the dialogue follows the prompt with its roles changed over."""
+    """What the policy is taken to have said first, where the dialogue follows the prompt with its roles changed
+    over."""
     marks: list[Mark] = Field(default_factory=list)
     """Texts with which the model ends the conversation, says that the task is solved, or gives rewards."""
     limits: ModelUserLimits = Field(default_factory=ModelUserLimits)

@@ -56,8 +56,8 @@ _PART = re.compile(r"@\[-?[0-9]*:-?[0-9]*\]$")
 
 
 class VerlRows(Contract):
-    """Rows of a data file of verl's: `prompt`, `reward_model`, `extra_info`. Adds the fields `index`, `tools_kwargs` and
-    `interaction_kwargs` (those of `extra_info`), and `ground_truth` (that of `reward_model`)."""
+    """Rows of a data file of verl's: `prompt`, `reward_model`, `extra_info`. Adds the fields `index`, `tools_kwargs`
+    and `interaction_kwargs` (those of `extra_info`), and `ground_truth` (that of `reward_model`)."""
 
     name: Literal["verl"]
     """The trainer."""
@@ -73,7 +73,8 @@ class VerlRows(Contract):
 
 
 class SlimeRows(Contract):
-    """Rows of a data file of slime's, as its options say. Adds the fields `label` and `metadata` (with the row's `tools`)."""
+    """Rows of a data file of slime's, as its options say. Adds the fields `label` and `metadata` (with the row's
+    `tools`)."""
 
     name: Literal["slime"]
     """The trainer."""
@@ -117,24 +118,26 @@ class TaskSource(Contract):
     rows: list[dict[str, Any]] | None = None
     """For `inline`: the rows."""
     path: str | None = None
-    """For `jsonl`, `csv` and `parquet`: the file, or a folder of such files, relative to the spec. For `hub`: a data set's id,
-    or a folder that the package `datasets` reads or has saved."""
+    """For `jsonl`, `csv` and `parquet`: the file, or a folder of such files, relative to the spec. For `hub`: a data
+    set's id, or a folder that the package `datasets` reads or has saved."""
     name: str | None = None
     """For `hub`: the configuration."""
     split: str | None = Field(default=None, pattern=r"^[A-Za-z0-9_.+-]*(\[(-?[0-9]+%?)?:(-?[0-9]+%?)?\])?$")
-    """Which rows: a split (`test`; of a folder, the files whose names begin with it), a part of the rows (`[100:]`, `[:90%]`),
-    or both (`train[:90%]`). All rows when left out; for `hub`, `train`."""
+    """Which rows: a split (`test`; of a folder, the files whose names begin with it), a part of the rows (`[100:]`,
+    `[:90%]`), or both (`train[:90%]`). All rows when left out; for `hub`, `train`."""
     shuffle: int | None = Field(default=None, ge=0)
-    """Seed of a random order of the rows, which depends on it and on the number of rows alone. The source's order when left out."""
+    """Seed of a random order of the rows, which depends on it and on the number of rows alone. The source's order when
+    left out."""
     use: str | None = None
     """For `python`: `package.module:callable` that returns an iterable of rows."""
     with_: dict[str, Any] = Field(default_factory=dict, alias="with")
     """For `python`: its keyword arguments."""
     unsupported: Literal["drop", "error"] | None = None
-    """What to do about tasks of a source that do not run here: leave them out, with a count in the log, or refuse to run (when
-    left out, too). Tasks that cannot be read are always refused."""
+    """What to do about tasks of a source that do not run here: leave them out, with a count in the log, or refuse to
+    run (when left out, too). Tasks that cannot be read are always refused."""
     map: dict[str, str] = Field(default_factory=dict)
-    """Field of the task -> field of the row, also dotted (`reward_model.ground_truth`). Default: every field of the row."""
+    """Field of the task -> field of the row, also dotted (`reward_model.ground_truth`). Default: every field of the
+    row."""
     id: str | None = None
     """The row's field with the task's id. Default: the row's position."""
     limit: int | None = Field(default=None, ge=1)
@@ -183,13 +186,13 @@ class TasksSpec(TaskSource):
     mix: Annotated[dict[SourceName, MixedSource], Field(min_length=1)] | None = None
     """For `mix`: several sources by name. A task's id begins with the name of its source: `easy:17`."""
     preset: Annotated[VerlRows | SlimeRows, Field(discriminator="name")] | None = None
-    """Whose data file it is: `verl`, `slime`, or `{name: slime, input_key: …}`. Without `prompt`, episodes begin with its rows'
-    conversations."""
+    """Whose data file it is: `verl`, `slime`, or `{name: slime, input_key: …}`. Without `prompt`, episodes begin with
+    its rows' conversations."""
     user: str | None = None
     """The row's field that names the task's user, of `users`."""
     overlong: Annotated[str, NameOf(point="overlong")] | None = None
-    """What to do about rows whose prompt leaves no room for a turn of `limits.turn_tokens`: leave them out, with a count, or refuse
-    to run. When left out, rows are not counted, and each such episode ends by a limit."""
+    """What to do about rows whose prompt leaves no room for a turn of `limits.turn_tokens`: leave them out, with a
+    count, or refuse to run. When left out, rows are not counted, and each such episode ends by a limit."""
 
     @field_validator("preset", mode="before")
     @classmethod

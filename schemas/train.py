@@ -76,12 +76,14 @@ Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
 class KlSpec(Contract):
-    """KL penalty against the reference model: the model at the start of training, or the base model if LoRA is trained."""
+    """KL penalty against the reference model: the model at the start of training, or the base model if LoRA is
+    trained."""
 
     coefficient: float = Field(default=0.0, ge=0.0)
     """Coefficient of the penalty. With 0 no reference model is loaded."""
     in_: Literal["loss", "reward"] = Field(default="loss", alias="in")
-    """`loss`: `estimator`, added to the loss of each token. `reward`: `k1` of each trained token, subtracted from its reward (verl:
+    """`loss`: `estimator`, added to the loss of each token. `reward`: `k1` of each trained token, subtracted from its
+    reward (verl:
     `use_kl_in_reward`); the credit method then counts it as it counts rewards."""
     estimator: Literal["k1", "k2", "k3"] = "k3"
     """With `in: loss`: Schulman's estimator of KL(policy || reference), computed from the sampled token."""
@@ -98,7 +100,8 @@ class KlSpec(Contract):
 
 
 class RolloutCorrectionSpec(Contract):
-    """Importance weights between sampler and trainer: each token is weighted by trainer probability / sampler probability."""
+    """Importance weights between sampler and trainer: each token is weighted by trainer probability / sampler
+    probability."""
 
     kind: Literal["none", "truncate", "mask"] = "truncate"
     """`truncate` (TIS) clips the weight to [low, high]; `mask` (MIS) sets weights outside of [low, high] to 0."""
@@ -132,7 +135,8 @@ OVERLONG_PENALTY = "overlong_penalty"
 
 
 class OverlongPenalty(Contract):
-    """DAPO's soft overlong punishment: a reply's reward falls linearly over the last tokens before `limits.turn_tokens`."""
+    """DAPO's soft overlong punishment: a reply's reward falls linearly over the last tokens before
+    `limits.turn_tokens`."""
 
     margin: int = Field(ge=1)
     """Number of tokens before the limit from which the reward falls, from 0 down to -coefficient at the limit."""
@@ -178,7 +182,8 @@ class MemorySpec(Contract):
     """Memory limits of an update."""
 
     max_tokens_per_microbatch: int = Field(default=8192, ge=1)
-    """Maximum number of tokens in one forward pass, without padding. A row that is longer is a micro-batch of its own."""
+    """Maximum number of tokens in one forward pass, without padding. A row that is longer is a micro-batch of its
+    own."""
     logits_chunk_elements: int = Field(default=16_777_216, ge=1)
     """Maximum size of one block of logits, tokens × vocabulary. The full logits are never in memory."""
     gradient_checkpointing: bool = False
@@ -186,15 +191,17 @@ class MemorySpec(Contract):
     share_prefixes: bool = True
     """Compute a prefix that several rows share (the prompt, or the common part of branches) once."""
     offload: Literal["none", "optimizer", "all"] = "none"
-    """What stays on the CPU. `optimizer`: AdamW's moments, between updates. `all`: this process's part of the weights (those of the
-    reference too), their gradients and AdamW's moments; a block is copied to the device while it computes."""
+    """What stays on the CPU. `optimizer`: AdamW's moments, between updates. `all`: this process's part of the weights
+    (those of the reference too), their gradients and AdamW's moments; a block is copied to the device while it
+    computes."""
 
 
 class AsynchronySpec(Contract):
     """Asynchronous rollouts: how many weight versions the sampler may be behind the trainer."""
 
     max_staleness: int = Field(default=0, ge=0)
-    """Maximum age, in weight versions, of an episode's first token when it is trained on. 0: sampling and training alternate."""
+    """Maximum age, in weight versions, of an episode's first token when it is trained on. 0: sampling and training
+    alternate."""
     oversample: float = Field(default=1.0, ge=1.0)
     """Groups started for each group of a batch. Groups that are not finished when the batch is full are cancelled."""
 
@@ -207,18 +214,19 @@ class WeightSyncSpec(Contract):
     """How new weights are sent to the backend."""
 
     method: Literal["auto", "disk", "tensors", "collective", "adapter"] = "auto"
-    """`disk`: a folder that the server reads. `tensors`: memory of one host. `collective`: broadcasts in a process group
-    (NCCL on GPUs, gloo else), over several hosts. `adapter`: the LoRA adapter only.
+    """`disk`: a folder that the server reads. `tensors`: memory of one host. `collective`: broadcasts in a process
+    group (NCCL on GPUs, gloo else), over several hosts. `adapter`: the LoRA adapter only.
     `auto`: `tensors` for the local backend, else `adapter` with LoRA and `disk` without."""
     pause_generation: bool = True
-    """SGLang: pause generation during the update and recompute the KV cache of running requests with the new weights. If
-    false, running requests continue with the KV cache of the old weights. Either way a reply can have tokens of two
+    """SGLang: pause generation during the update and recompute the KV cache of running requests with the new weights.
+    If false, running requests continue with the KV cache of the old weights. Either way a reply can have tokens of two
     versions. Sending an adapter pauses nothing."""
     folder: str | None = None
-    """Folder for `disk` and `adapter`; the servers must see it under the same path. Default: a folder of the training."""
+    """Folder for `disk` and `adapter`; the servers must see it under the same path. Default: a folder of the
+    training."""
     address: str | None = None
-    """`collective`: host name or IP address of process 0 of the training, as the servers reach it. Default: the address of this
-    host on its route to the first server."""
+    """`collective`: host name or IP address of process 0 of the training, as the servers reach it. Default: the address
+    of this host on its route to the first server."""
     port: int | None = Field(default=None, ge=1, le=65535)
     """`collective`: the port at which the servers find process 0. Default: a free one. Open it in firewalls."""
 
@@ -243,9 +251,9 @@ class CheckpointsSpec(Contract):
     keep: int = Field(default=2, ge=1)
     """Number of newest checkpoints to keep. The best checkpoint is kept as well."""
     grace: Seconds = 20.0
-    """After SIGTERM the process exits after this time at the latest. Within it, a running update is finished and a checkpoint is
-    written. Set it below the time after which your scheduler sends SIGKILL. What is not saved in time is repeated by
-    `--resume` without sampling."""
+    """After SIGTERM the process exits after this time at the latest. Within it, a running update is finished and a
+    checkpoint is written. Set it below the time after which your scheduler sends SIGKILL. What is not saved in time is
+    repeated by `--resume` without sampling."""
 
 
 Precision = Literal["float32", "mixed", "bfloat16"]
@@ -258,14 +266,14 @@ class TrainSpec(SectionOwner):
     PLUGIN_NAMES: ClassVar[Mapping[str, str]] = {"kind": "train_kinds"}
 
     kind: Annotated[str, NameOf(point="train_kinds", core=tuple(CORE_KINDS))] = "rl"
-    """`rl`: the model samples episodes and is trained on their rewards. `sft`: it is trained on the sampled tokens of the episodes
-    in `data`, with the cross-entropy; nothing is sampled, except by `eval`."""
+    """`rl`: the model samples episodes and is trained on their rewards. `sft`: it is trained on the sampled tokens of
+    the episodes in `data`, with the cross-entropy; nothing is sampled, except by `eval`."""
     steps: int = Field(default=100, ge=1)
     """Number of training steps. Each step collects one batch of episodes and trains on it."""
     epochs: float | None = Field(default=None, gt=0.0)
-    """Instead of `steps`: epochs × tasks / `tasks_per_step` steps, rounded up (verl: total_epochs). Groups that dynamic sampling
-    drops use further tasks, so that a training then goes through the tasks more often. With `kind: sft`: epochs × episodes of `data`;
-    the last step takes what is left."""
+    """Instead of `steps`: epochs × tasks / `tasks_per_step` steps, rounded up (verl: total_epochs). Groups that dynamic
+    sampling drops use further tasks, so that a training then goes through the tasks more often. With `kind: sft`:
+    epochs × episodes of `data`; the last step takes what is left."""
     tasks_per_step: int = Field(default=8, ge=1)
     """Groups per batch. A group is `rollout.samples_per_task` episodes of one task."""
     shuffle: bool = True
@@ -279,8 +287,8 @@ class TrainSpec(SectionOwner):
     loss: LossSpec = Field(default_factory=DrGrpoLoss)
     """The loss; `kind` selects it."""
     proximal_logprobs: Literal["auto", "sampler", "recompute"] = "auto"
-    """Denominator of the clipped ratio: the sampler's log-probs, or log-probs that the trainer recomputes before the first
-    update of a batch (decoupled PPO). `auto`: recompute if a batch has more than one update. With one update the
+    """Denominator of the clipped ratio: the sampler's log-probs, or log-probs that the trainer recomputes before the
+    first update of a batch (decoupled PPO). `auto`: recompute if a batch has more than one update. With one update the
     current log-probs are already those before the update."""
     rollout_correction: RolloutCorrectionSpec = Field(default_factory=RolloutCorrectionSpec)
     """Importance weights for the difference between sampler and trainer."""
@@ -296,21 +304,25 @@ class TrainSpec(SectionOwner):
     """A critic, for credit methods that need values; `kind` selects it."""
     overlong: Literal["keep", "mask"] | OverlongPenalty = "keep"
     """Replies that were cut. `keep`: trained on like others. `mask`: the tokens of a reply that `limits.turn_tokens`,
-    `sampling.max_new_tokens`, `limits.episode_tokens` or the model's context cut are not trained (DAPO's overlong filtering); episodes that
-    another limit ended are. `{margin: N}`: a growing penalty near the limit, added to the turn's rewards."""
+    `sampling.max_new_tokens`, `limits.episode_tokens` or the model's context cut are not trained (DAPO's overlong
+    filtering); episodes that another limit ended are. `{margin: N}`: a growing penalty near the limit, added to the
+    turn's rewards."""
     dynamic_sampling: bool = True
-    """Drop groups without signal (every advantage is 0) and sample other groups instead (DAPO). With a credit method that needs a
-    critic no group is dropped."""
+    """Drop groups without signal (every advantage is 0) and sample other groups instead (DAPO). With a credit method
+    that needs a critic no group is dropped."""
     min_group: int | None = Field(default=None, ge=1)
-    """Groups with fewer trainable episodes than this, because others failed, are left out: the advantage of an episode without others
-    would be its raw return. Default: 2 if the credit method subtracts a baseline of the group and a task has several samples, else 1."""
+    """Groups with fewer trainable episodes than this, because others failed, are left out: the advantage of an episode
+    without others would be its raw return. Default: 2 if the credit method subtracts a baseline of the group and a task
+    has several samples, else 1."""
     max_sampling_rounds: int = Field(default=4, ge=1)
-    """Limit of dynamic sampling: at most this many times `tasks_per_step` groups are sampled for one batch. Then the batch is
-    trained on with fewer groups."""
+    """Limit of dynamic sampling: at most this many times `tasks_per_step` groups are sampled for one batch. Then the
+    batch is trained on with fewer groups."""
     optimizer: OptimizerSpec = Field(default_factory=OptimizerSpec)
     """Optimizer (AdamW)."""
     precision: Literal["auto", "float32", "mixed", "bfloat16"] = "auto"
-    """`auto`: `mixed` on a CUDA device, else `float32`; a training keeps that with which it began. `mixed`: float32 weights with bfloat16 autocast. `bfloat16`: weights in bfloat16 as well; the optimizer updates float32 copies of them."""
+    """`auto`: `mixed` on a CUDA device, else `float32`; a training keeps that with which it began. `mixed`: float32
+    weights with bfloat16 autocast. `bfloat16`: weights in bfloat16 as well; the optimizer updates float32 copies of
+    them."""
     device: str = "auto"
     """Device of the trainer: `auto`, `cpu`, `cuda`, `cuda:1`."""
     freeze: list[str] = Field(default_factory=list)
@@ -322,8 +334,9 @@ class TrainSpec(SectionOwner):
     weight_sync: WeightSyncSpec = Field(default_factory=WeightSyncSpec)
     """How the backend gets the new weights after an update."""
     colocate: bool = False
-    """Trainer and servers use the same GPUs in turn: the servers release the memory of weights and KV cache while an update runs.
-    Needs `asynchrony.max_staleness: 0`, and servers with `--enable-memory-saver`, which `backend.launch` adds."""
+    """Trainer and servers use the same GPUs in turn: the servers release the memory of weights and KV cache while an
+    update runs. Needs `asynchrony.max_staleness: 0`, and servers with `--enable-memory-saver`, which `backend.launch`
+    adds."""
     checkpoints: CheckpointsSpec = Field(default_factory=CheckpointsSpec)
     """Checkpoints."""
 

@@ -78,7 +78,8 @@ class Turn(Struct, frozen=True, kw_only=True):
     unreceived: bool = False
     """Nobody received the reply: the agent program had closed the connection. Its tokens are not trained."""
     reply_tokens: int = 0
-    """Length of a reply that came as text, in tokens as the backend counted them; 0 where its tokens are sampled ones."""
+    """Length of a reply that came as text, in tokens as the backend counted them; 0 where its tokens are sampled
+    ones."""
     cost: float = 0.0
     """Price of the turn, from `prices` of its backend."""
 
@@ -98,14 +99,16 @@ class Span(Struct, frozen=True, kw_only=True):
 
 
 class ImageSpan(Struct, frozen=True, kw_only=True):
-    """The position of an image in a branch: tokens [start, end) are its placeholders and the tokens that its family adds around them."""
+    """The position of an image in a branch: tokens [start, end) are its placeholders and the tokens that its family
+    adds around them."""
 
     image: str
     """`sha256:<hex>`, as in the run store."""
     start: int
     end: int
     grid: list[int]
-    """What the family's processor made of it: (t, h, w) in patches for Qwen-VL, (rows, columns) of tiles for Idefics3."""
+    """What the family's processor made of it: (t, h, w) in patches for Qwen-VL, (rows, columns) of tiles for
+    Idefics3."""
 
 
 class Branch(Struct, frozen=True, kw_only=True):
@@ -130,8 +133,8 @@ class Branch(Struct, frozen=True, kw_only=True):
     images: list[ImageSpan] = msgspec.field(default_factory=list)
     """Exactly the images that this branch holds, in order."""
     routed_experts: ExpertArray | None = None
-    """The experts that the sampler chose for the first n tokens, [n, layers, top_k]; n is the index of the last sampled token,
-    which no model has read. None if they were not requested (`backend.routed_experts`)."""
+    """The experts that the sampler chose for the first n tokens, [n, layers, top_k]; n is the index of the last sampled
+    token, which no model has read. None if they were not requested (`backend.routed_experts`)."""
 
 
 class Condensation(Struct, frozen=True, kw_only=True):
@@ -173,7 +176,8 @@ class Trajectory(Struct, frozen=True, kw_only=True):
     path: list[tuple[str, str, str]] = msgspec.field(default_factory=list)
     """The transitions taken: (source, event, dest)."""
     counts: dict[str, int] = msgspec.field(default_factory=dict)
-    """tool_calls, tool_errors, user_turns, user_tokens (of a model that plays the user, where there are any), sampled_tokens, context_tokens, images, condensations, unreceived_replies."""
+    """tool_calls, tool_errors, user_turns, user_tokens (of a model that plays the user, where there are any),
+    sampled_tokens, context_tokens, images, condensations, unreceived_replies."""
     seconds: dict[str, float] = msgspec.field(default_factory=dict)
     """Wall time by state."""
     condensations: list[Condensation] = msgspec.field(default_factory=list)

@@ -43,7 +43,7 @@ def test_a_station_is_where_the_page_says(path: str, name: str) -> None:
 
 @pytest.mark.parametrize("path", sorted({*FILES, *LEAVES}))
 def test_a_file_opens_with_its_contract(path: str) -> None:
-    first = (ast.get_docstring(ast.parse((ROOT / path).read_text())) or "").partition("\n")[0]
+    first = (ast.get_docstring(ast.parse((ROOT / path).read_text())) or "").partition("\n\n")[0]
     assert first.endswith((".", ":")), first
     assert len(first.split()) >= 5, first
 

@@ -68,8 +68,8 @@ class EpisodeObjects:
 
 
 class Action(ABC):
-    """The action of a state. A subclass that ships with the engine or a plugin sets the `name` that specs use, by which its
-    events (`engine.actions.facts`) and limits (`engine.limits`) are looked up.
+    """The action of a state. A subclass that ships with the engine or a plugin sets the `name` that specs use, by which
+    its events (`engine.actions.facts`) and limits (`engine.limits`) are looked up.
 
     Args:
         loaded: The spec.
@@ -102,7 +102,8 @@ class Action(ABC):
         return None
 
     def overflow(self, episode: Episode) -> tuple[str, float] | None:
-        """Return the limit that leaves no room for the action, and the count; asked only in states that handle `overflow`."""
+        """Return the limit that leaves no room for the action, and the count; asked only in states that handle
+        `overflow`."""
         return None
 
     @abstractmethod
@@ -114,12 +115,13 @@ class Action(ABC):
         """Apply the record to the episode, and return the event."""
 
     def pipelined(self, episode: Episode, objects: EpisodeObjects) -> bool:
-        """Return whether it may start before the previous record is durable, because it has no effect outside the engine."""
+        """Return whether it may start before the previous record is durable, because it has no effect outside the
+        engine."""
         return False
 
     def effects(self, episode: Episode, objects: EpisodeObjects) -> str:
-        """Return the effects of the code that it would call now: `pure`, `replayable` or `external`. `pure`: its record is
-        enough, and nothing is called again."""
+        """Return the effects of the code that it would call now: `pure`, `replayable` or `external`. `pure`: its record
+        is enough, and nothing is called again."""
         return "pure"
 
 
@@ -140,7 +142,8 @@ def first_reached(episode: Episode, bounds: Sequence[tuple[Limit, float]]) -> tu
 
 
 def post_rewards(episode: Episode, rewards: list[Any], source: str, blames: Mapping[str, Blame] = OWN_BLAMES) -> None:
-    """Write the rewards of an answer into the ledger. Those without a source get the given one; `blames`: see `Ledger.post`.
+    """Write the rewards of an answer into the ledger. Those without a source get the given one; `blames`: see
+    `Ledger.post`.
 
     Raises: LedgerError: an event cannot be applied, or there are more than MAX_EVENTS events or MAX_POSTINGS postings.
     """

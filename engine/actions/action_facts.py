@@ -1,4 +1,5 @@
-"""What is known of an action without its class. The table of all actions is in `engine.actions.facts`; plugins add to it."""
+"""What is known of an action without its class. The table of all actions is in `engine.actions.facts`; plugins add to
+it."""
 
 from __future__ import annotations
 
@@ -54,7 +55,8 @@ class ActionFacts(Struct, frozen=True, kw_only=True):
     rewrites_history: bool = False
     """Whether it may show the model another conversation from the next prompt on, so that a branch begins."""
     rewrites_machine: str = ""
-    """Of an action of a plugin: `module:function` from (spec, machine) to the machine with the states that the plugin's section asks for."""
+    """Of an action of a plugin: `module:function` from (spec, machine) to the machine with the states that the plugin's
+    section asks for."""
     makes_room: str = ""
     """Of an action of a plugin that makes a prompt shorter: `module:class` of its `Room`, made of (spec, chat format).
     It is asked, as `rewrites_machine`, only where the plugin's section is written."""
@@ -68,7 +70,8 @@ class Room:
         return free
 
     def images(self, conversation: Conversation, most: float) -> int | None:
-        """The number of images that a conversation shows, where they are too many, of which `most` may be shown; None: they are not."""
+        """The number of images that a conversation shows, where they are too many, of which `most` may be shown; None:
+        they are not."""
         return None
 
     def leaving(self, messages: Sequence[Message], opening: int) -> int:

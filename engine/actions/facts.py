@@ -1,11 +1,11 @@
 """A table: the built-in actions, with their classes, events, deadlines and effects on the conversation.
 
-The action classes, the static checks, the worst case, scenario coverage, the JSON Schema and docs/spec.md read this table
-and do not repeat it. The table is here and not on the classes because `engine validate` reads it, and importing the
-classes (backends, worker processes) would double its start-up time.
+The action classes, the static checks, the worst case, scenario coverage, the JSON Schema and docs/spec.md read this
+table and do not repeat it. The table is here and not on the classes because `engine validate` reads it, and importing
+the classes (backends, worker processes) would double its start-up time.
 
-To add an action, add its file in this folder and its entry in `_CORE`. A plugin adds one by the point `actions` of its face.
-Limits are in `engine.limits`.
+To add an action, add its file in this folder and its entry in `_CORE`. A plugin adds one by the point `actions` of its
+face. Limits are in `engine.limits`.
 """
 
 from __future__ import annotations

@@ -54,7 +54,8 @@ class GenerateAction(Action):
         self._rooms = rooms_of(spec, template)
 
     def limit(self, episode: Episode) -> tuple[str, float] | None:
-        """Return the first limit that is reached, and its count; tokens of a text that is certainly too long are estimated from below."""
+        """Return the first limit that is reached, and its count; tokens of a text that is certainly too long are
+        estimated from below."""
         conversation = episode.conversation
         least = None if conversation.characters <= LONG_TEXT else self._too_long(episode)
         for limit, most in self.bounds:
@@ -76,8 +77,8 @@ class GenerateAction(Action):
         return least if least > self._longest_prompt else None
 
     def overflow(self, episode: Episode) -> tuple[str, float] | None:
-        """Return the limit under which the prompt leaves no room for a reply, and the prompt's tokens; or `images` and their number, if
-        some must go. At most once per turn."""
+        """Return the limit under which the prompt leaves no room for a reply, and the prompt's tokens; or `images` and
+        their number, if some must go. At most once per turn."""
         if episode.made_room_at == episode.turn:
             return None
         for room in self._rooms:

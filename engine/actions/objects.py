@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 class ToolServers:
     """The tool servers that all episodes of a run share: opened when the first episode begins, closed with the run.
 
-    The class of a tool adapter (`ToolAdapterFacts.runs`) has `open() -> list of tools`, which is async, and `close()`. Each tool says with `reads_only`
-    whether its calls change nothing.
+    The class of a tool adapter (`ToolAdapterFacts.runs`) has `open() -> list of tools`, which is async, and `close()`.
+    Each tool says with `reads_only` whether its calls change nothing.
     """
 
     def __init__(self, specs: Sequence[ToolSpec], loaded: LoadedSpec, code: Workers) -> None:
@@ -85,7 +85,8 @@ CLOSE_SECONDS = 10.0
 
 
 class ObjectBuilder:
-    """Builds and closes the objects of a run's episodes. `sampler`: see `EpisodeObjects`; `services` are asked to open each episode.
+    """Builds and closes the objects of a run's episodes. `sampler`: see `EpisodeObjects`; `services` are asked to open
+    each episode.
 
     Raises:
         EngineError: the spec's code cannot be imported.
@@ -181,7 +182,8 @@ class ObjectBuilder:
         if missing and self._calls_tools:
             offered_names = ", ".join(f"`{name}`" for name in toolbox.tools) or "none"
             raise SpecCodeError(
-                f"the row of task `{task.id if task else ''}` has the tool `{missing[0]}`, which the spec does not have "
+                f"the row of task `{task.id if task else ''}` has the tool `{missing[0]}`, which the spec does not "
+                "have "
                 f"(tools: {offered_names}); add it under `tools`, or set `prompt.tools: null`",
                 blame="spec",
                 kind="unknown_tool",
@@ -256,8 +258,8 @@ class ObjectBuilder:
     async def open(self, task: Task | None = None, *, alone: bool = False) -> EpisodeObjects:
         """Build one episode's objects. If that fails, the objects that were built are closed.
 
-        `alone`: build everything in a host of its own, whatever the spec's `isolation`: for an episode during which the engine died. Where no
-        plugin has such a host, it is built as usual.
+        `alone`: build everything in a host of its own, whatever the spec's `isolation`: for an episode during which the
+        engine died. Where no plugin has such a host, it is built as usual.
         """
         host = self._code.apart(self._loaded.base) if alone else None
         bare = host is None and not (self._environment or self._users or self._opening)

@@ -1,7 +1,8 @@
 """What records pass before they are stored: long texts are cut, services filter, and digests replace images.
 
-Invariant: journals and conversations have only digests, and texts as the model is shown them, so resume and replay cut nothing and store
-nothing. An image that cannot be used fails the action that returned it, with a kind and a blame, before the record has any effect.
+Invariant: journals and conversations have only digests, and texts as the model is shown them, so resume and replay cut
+nothing and store nothing. An image that cannot be used fails the action that returned it, with a kind and a blame,
+before the record has any effect.
 """
 
 from __future__ import annotations
@@ -40,9 +41,11 @@ _ANSWERS = (ResetRecord, StepRecord, ToolsRecord, UserRecord)
 
 
 class TextCutter:
-    """Cuts the texts of records to `limits.tool_result_tokens`: of a longer text, at most that many tokens are shown, the mark included.
+    """Cuts the texts of records to `limits.tool_result_tokens`: of a longer text, at most that many tokens are shown,
+    the mark included.
 
-    A text is tokenised only up to the length that the limit can hold, so a text of 100 MB costs no more than a short one.
+    A text is tokenised only up to the length that the limit can hold, so a text of 100 MB costs no more than a short
+    one.
 
     Raises:
         EngineError: the mark alone has more tokens than the limit.
@@ -100,7 +103,8 @@ class TextCutter:
         return parts
 
     def _kept(self, text: str) -> tuple[int, int]:
-        """How many characters of the beginning and of the end are shown; together all of them if the text is short enough."""
+        """How many characters of the beginning and of the end are shown; together all of them if the text is short
+        enough."""
         try:
             if len(text) * 4 <= self._most or len(text.encode()) <= self._most:  # a token is at least one byte
                 return len(text), 0
@@ -189,7 +193,8 @@ def _read(part: ImagePart, vision: Vision, blame: Blame) -> bytes:
 
 
 class ImageStorer:
-    """Stores the images of one run's records in `store` and puts their digests in the records; `fetch` returns a stored image."""
+    """Stores the images of one run's records in `store` and puts their digests in the records; `fetch` returns a stored
+    image."""
 
     def __init__(
         self,

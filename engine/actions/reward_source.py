@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from engine.spec.load import LoadedSpec
 
 PROGRAM, ENVIRONMENT, SCORER, JUDGE = 10, 20, 30, 40
-"""The order of the engine's own sources. A program ends before anything is scored, so that it cannot change what is scored."""
+"""The order of the engine's own sources. A program ends before anything is scored, so that it cannot change what is
+scored."""
 
 
 class RewardSource(ABC):
@@ -44,11 +45,13 @@ class RewardSource(ABC):
     blame: Blame = "environment"
     """The blame for one of its rewards that cannot be applied."""
     asked_without_turns: bool = False
-    """Whether it is asked too, with no effect on rewards, where the model has not replied, so that there is no turn to reward."""
+    """Whether it is asked too, with no effect on rewards, where the model has not replied, so that there is no turn to
+    reward."""
 
     @abstractmethod
     async def rewards(self, episode: Episode, objects: EpisodeObjects) -> ScoreRecord:
-        """Return its rewards, which name their source, and the replies of a model that they were read from. Raises: SpecCodeError."""
+        """Return its rewards, which name their source, and the replies of a model that they were read from. Raises:
+        SpecCodeError."""
 
     def check(self, episode: Episode) -> None:
         """Called after all final rewards are written, in a replay too. Raises: SpecCodeError: the episode fails."""
@@ -56,7 +59,8 @@ class RewardSource(ABC):
 
 
 REWARD_SOURCE: Hook[Callable[[LoadedSpec, Workers], RewardSource | None]] = Hook("reward_source")
-"""Makes a source from the spec and what runs its code; None if the spec needs none. Asked if the spec has a section of the plugin."""
+"""Makes a source from the spec and what runs its code; None if the spec needs none. Asked if the spec has a section of
+the plugin."""
 
 
 def sources_of(loaded: LoadedSpec, code: Workers) -> list[RewardSource]:

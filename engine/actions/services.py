@@ -1,4 +1,5 @@
-"""What takes part in the episodes of one `Runner`: services, which start before the first episode and end after the last.
+"""What takes part in the episodes of one `Runner`: services, which start before the first episode and end after the
+last.
 
     class Dice(EpisodeService):                             # made by a function that the hook `open_service` names
         async def open(self, task, objects):
@@ -78,15 +79,17 @@ class EpisodeService:
         """
 
     async def open(self, task: Task | None, objects: EpisodeObjects) -> None:
-        """The objects of an episode are built; it may replace some of them. What it adds to `objects.opened` is closed with them.
+        """The objects of an episode are built; it may replace some of them. What it adds to `objects.opened` is closed
+        with them.
 
         Raises:
             SpecCodeError: the episode fails with it.
         """
 
     def filter(self, episode: Episode, record: Record) -> Record | Awaitable[Record]:
-        """Return the record that the episode is given and that is stored, in place of one that an action has returned. It is not asked
-        for generations: what the model has sampled stays as it is. Raises: EngineError: the action fails with it."""
+        """Return the record that the episode is given and that is stored, in place of one that an action has returned.
+        It is not asked for generations: what the model has sampled stays as it is. Raises: EngineError: the action
+        fails with it."""
         return record
 
     def release(self, episode_id: str) -> None:
@@ -116,7 +119,8 @@ class EpisodeService:
 
 
 OPEN_SERVICE: Hook[Callable[[ServiceInputs], EpisodeService | None]] = Hook("open_service")
-"""Makes the service of a `Runner`; None if the spec needs none. Asked if the spec has a section, a backend or another part of the plugin."""
+"""Makes the service of a `Runner`; None if the spec needs none. Asked if the spec has a section, a backend or another
+part of the plugin."""
 
 
 def open_services(inputs: ServiceInputs) -> list[EpisodeService]:

@@ -1,7 +1,7 @@
 """The actions that call code of the spec: its environment, tools, users, scorer and own actions.
 
-An answer becomes a record only after its type was checked, so `apply` needs no check; a call of code has a deadline, a blame and
-effects (`SpecCodeAction.ask`).
+An answer becomes a record only after its type was checked, so `apply` needs no check; a call of code has a deadline, a
+blame and effects (`SpecCodeAction.ask`).
 """
 
 from __future__ import annotations
@@ -108,7 +108,8 @@ class ResetAction(SpecCodeAction):
         return ResetRecord(reset=reset, prompt=prompt)
 
     def _prompt(self, episode: Episode) -> list[Message]:
-        """Return the first messages: the task's own conversation, or the spec's prompt filled in with the task's fields."""
+        """Return the first messages: the task's own conversation, or the spec's prompt filled in with the task's
+        fields."""
         fields = episode.task.fields
         if self._row_source is not None:
             return [located(message, self._folders) for message in conversation_of(fields, self._row_source)]
@@ -167,7 +168,8 @@ class CallToolsAction(SpecCodeAction):
         return objects.toolbox.call_all(attempts, episode.turn, episode.view, budget=left)
 
     def apply(self, episode: Episode, record: ToolsRecord) -> str:
-        """Add the results to the conversation, and write their rewards and facts. A fact `solved: true` marks the outcome as solved."""
+        """Add the results to the conversation, and write their rewards and facts. A fact `solved: true` marks the
+        outcome as solved."""
         messages = []
         for result in record.results:
             if result.error not in ("malformed", "limit"):
@@ -299,7 +301,8 @@ class AskUserAction(SpecCodeAction):
 
 
 class StepAction(SpecCodeAction):
-    """Call code that returns a `Step`, which names the next event: the environment's `step`, or an action of the spec's own.
+    """Call code that returns a `Step`, which names the next event: the environment's `step`, or an action of the spec's
+    own.
 
     Raises:
         SpecCodeError: the spec has no environment, or its own action declares no events.

@@ -72,7 +72,8 @@ class Toolbox:
     ) -> Awaitable[ToolsRecord]:
         """Execute the attempted calls of one turn in parallel; their results are in order.
 
-        `view` gives the episode's view, for tools with a parameter for it; `budget` calls are left of the limit `tool_calls`.
+        `view` gives the episode's view, for tools with a parameter for it; `budget` calls are left of the limit
+        `tool_calls`.
         """
         if len(attempts) == 1 and budget > 0 and isinstance(attempts[0], ToolCall):
             return self._call(attempts[0], view)

@@ -51,17 +51,19 @@ class Backend(ABC):
     declared: type[BackendBase]
     """Its config class, which declares its capabilities: `backend.declared.exact_ids`."""
     checks_replies: bool = False
-    """Once it has started: it gives no reply that `ChatTemplate.check_sampled` would refuse for a model without images, so none is
-    checked twice."""
+    """Once it has started: it gives no reply that `ChatTemplate.check_sampled` would refuse for a model without images,
+    so none is checked twice."""
     context: int | None = None
     """Longest sequence in tokens, prompt and reply together, where the backend has a limit of its own."""
     outage: Outage | None = None
-    """For backends with servers: whether requests wait until a server is back, and the deadlines that wait with them."""
+    """For backends with servers: whether requests wait until a server is back, and the deadlines that wait with
+    them."""
     logs: Path | None = None
-    """Folder for the logs of servers that the backend starts. The command sets it before `start`; None: a folder of the cache."""
+    """Folder for the logs of servers that the backend starts. The command sets it before `start`; None: a folder of the
+    cache."""
     training: bool = False
-    """Whether a training uses the backend, and sends it weights. It sets this before `start`: servers that an earlier training, which was
-    killed in the middle of a push, left paused are continued."""
+    """Whether a training uses the backend, and sends it weights. It sets this before `start`: servers that an earlier
+    training, which was killed in the middle of a push, left paused are continued."""
 
     @classmethod
     @abstractmethod
@@ -111,7 +113,8 @@ class Backend(ABC):
             return await self.generate(request)
 
     async def check_sampling(self, sampling: SamplingParams) -> None:  # noqa: B027
-        """Check that the started backend can sample in another way than the spec's. Capabilities of its kind are not checked here.
+        """Check that the started backend can sample in another way than the spec's. Capabilities of its kind are not
+        checked here.
 
         Raises:
             OutageError: No server can be reached.
@@ -123,7 +126,8 @@ class Backend(ABC):
         return ServerWeights(version=version)
 
     def follow(self, weights: ServerWeights) -> None:  # noqa: B027
-        """A trainer in another process gives the servers their weights: requests sent from now on are not answered with older ones."""
+        """A trainer in another process gives the servers their weights: requests sent from now on are not answered with
+        older ones."""
 
     def release(self, episode_id: str) -> None:  # noqa: B027
         """Drop what is cached for an episode that has ended."""

@@ -1,7 +1,7 @@
 """From a spec's `backend:` to the class that runs it, and what its kind refuses.
 
-The config class names the class that runs (`runtime`), so there is no table here. Only the backend that a spec asks for is
-imported.
+The config class names the class that runs (`runtime`), so there is no table here. Only the backend that a spec asks for
+is imported.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ def refuse_parameters(declared: BackendBase, sampling: SamplingParams) -> None:
     if given:
         names = ", ".join(f"`sampling.{name}`" for name in given)
         raise BackendError(
-            f"the {declared.kind_name()} backend does not support {names}: leave it out, or use `backend: {{kind: sglang}}`",
+            f"the {declared.kind_name()} backend does not support {names}: leave it out, or use "
+            "`backend: {kind: sglang}`",
             kind="unsupported_parameter",
         )

@@ -11,7 +11,8 @@ _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
 def routers_of(model: torch.nn.Module) -> dict[int, torch.nn.Module]:
-    """The routers by the number of their layer; empty for a model without any that transformers declares (`router_logits`)."""
+    """The routers by the number of their layer; empty for a model without any that transformers declares
+    (`router_logits`)."""
     classes = _router_classes(model)
     routers: dict[int, torch.nn.Module] = {}
     for name, module in model.named_modules():

@@ -1,10 +1,10 @@
 """Replies from a script, tokenised by the real tokenizer: a dry run of episodes without a model.
 
-A reply depends only on the episode's task, sample and turn, so a run can be resumed and repeated. As with a real backend, it
-ends at the first stop token or stop string, and at `max_new_tokens`.
+A reply depends only on the episode's task, sample and turn, so a run can be resumed and repeated. As with a real
+backend, it ends at the first stop token or stop string, and at `max_new_tokens`.
 
-Tool calls are written as a model with the chat format would write them: the possible forms are tried in order, and a form is used
-if the format's parser reads its tokens back as these calls.
+Tool calls are written as a model with the chat format would write them: the possible forms are tried in order, and a
+form is used if the format's parser reads its tokens back as these calls.
 """
 
 from __future__ import annotations
@@ -150,7 +150,8 @@ class ScriptedBackend(Backend):
             return replies[turn]
         if self._script.exhausted == "error" or not replies:
             raise BackendError(
-                f"the script has {len(replies)} replies for episode {request.episode_id!r}, and none for its turn {turn}: "
+                f"the script has {len(replies)} replies for episode {request.episode_id!r}, and none for its turn "
+                f"{turn}: "
                 "write one more, or set `exhausted: cycle` or `exhausted: last`",
                 kind="script_exhausted",
             )
@@ -260,7 +261,8 @@ def write_calls(format: ChatTemplate, text: str, calls: Sequence[Call]) -> list[
     """Ids of an assistant turn with `text` and `calls`, without its stop token. Special tokens in the text are tokens.
 
     Raises:
-        BackendError: Kind `script_error`: the parser reads no form back as this text and these calls, or the format's `write` failed.
+        BackendError: Kind `script_error`: the parser reads no form back as this text and these calls, or the format's
+            `write` failed.
     """
     tools = [_schema(name, arguments) for name, arguments in calls]
     try:

@@ -1,6 +1,7 @@
 """Generations -> at most so many requested at once, in the order in which they came.
 
-Invariant: work that finds no free slot is started by the work that frees one, in the same call, in the order in which it came.
+Invariant: work that finds no free slot is started by the work that frees one, in the same call, in the order in which
+it came.
 """
 
 from __future__ import annotations

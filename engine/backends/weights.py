@@ -30,7 +30,8 @@ class GivenWeights(Protocol):
         """Name of the weights that computed the cached prefixes that requests may use from now on."""
 
     def accepts(self, version: str, expected: str) -> bool:
-        """Whether a reply may be sampled with the weights `version`, if `expected` was expected when it was requested."""
+        """Whether a reply may be sampled with the weights `version`, if `expected` was expected when it was
+        requested."""
 
 
 class OwnWeights:

@@ -3,7 +3,7 @@
 | signal | what it does |
 |---|---|
 | first Ctrl-C (SIGINT) | a clean stop: running episodes stop at the last entry of their journals |
-| SIGTERM | the same; the process exits after `GRACE_SECONDS` (`train.checkpoints.grace`) at the latest, also if something hangs |
+| SIGTERM | the same; the process exits after `GRACE_SECONDS` (`train.checkpoints.grace`) at the latest |
 | second Ctrl-C, second SIGTERM | exits immediately |
 
 A run's store does not need to be closed: acknowledged writes are on the disk, so an immediate exit loses none of them.
@@ -38,7 +38,8 @@ ERROR = 1
 USAGE = 2
 """The command line is wrong."""
 FAILED = 3
-"""No server could be reached, the first episodes all failed with one cause, or the backend failed more than 10 % of the episodes."""
+"""No server could be reached, the first episodes all failed with one cause, or the backend failed more than 10 % of the
+episodes."""
 INTERRUPTED = 130
 """Ctrl-C: 128 plus the signal's number, as in shells."""
 TERMINATED = 143
@@ -66,8 +67,8 @@ def wrong_usage(words: str) -> NoReturn:
 
 @contextlib.contextmanager
 def errors_exit(status: int) -> Iterator[None]:
-    """Set logging up for a command; an error of the engine inside the block is printed, and ends the command with this status, or with
-    `FAILED` where it stops a run."""
+    """Set logging up for a command; an error of the engine inside the block is printed, and ends the command with this
+    status, or with `FAILED` where it stops a run."""
     from engine.errors import EngineError
     from engine.logs import configure_logging
 
@@ -142,8 +143,8 @@ def leave_now(status: int, hint: str = "") -> None:
 def leave_hung_code_behind(status: int) -> None:
     """Make the process exit with `status` even if a spec's code hangs. Call this last.
 
-    Python waits without limit for threads that are not daemons, and closes coroutines that have not ended, which may never
-    end. Functions of `atexit` are called and waited for as usual.
+    Python waits without limit for threads that are not daemons, and closes coroutines that have not ended, which may
+    never end. Functions of `atexit` are called and waited for as usual.
     """
 
     def watch() -> None:

@@ -37,7 +37,8 @@ class RecordedScenario(Protocol):
 
 RECORD_SCENARIO: plugin.Hook[Callable[[RunReader, str, Path | None], RecordedScenario]]
 RECORD_SCENARIO = plugin.Hook("record_scenario")
-"""Make a scenario of a finished episode and play it; with a path, write it there. The arguments: the run, the episode, the path."""
+"""Make a scenario of a finished episode and play it; with a path, write it there. The arguments: the run, the episode,
+the path."""
 
 
 CORE = ("jsonl", "parquet", "scenario")
@@ -49,7 +50,8 @@ class ExportFormat:
     """A format that a plugin adds."""
 
     write: Callable[[str, Path, Path | None, Mapping[str, Any]], None]
-    """Gets the run, the folder of runs, `--out`, and the options in `takes`: `--filter` -> its value, None if it is not given."""
+    """Gets the run, the folder of runs, `--out`, and the options in `takes`: `--filter` -> its value, None if it is not
+    given."""
     kind: str
     """The kind of file, for messages."""
     suffixes: tuple[str, ...]
@@ -78,7 +80,8 @@ def export(
         str | None,
         typer.Option(
             metavar="CEL",
-            help="Only episodes for which this holds: an expression over the variables of guards, `outcome` and `episode`, "
+            help="Only episodes for which this holds: an expression over the variables of guards, `outcome` and "
+            "`episode`, "
             "such as 'outcome.solved && turns.assistant <= 4'.",
         ),
     ] = None,
@@ -107,11 +110,11 @@ def export(
     """Write training rows, one per branch: ids, loss mask, log-probs, rewards and advantages by token, messages.
 
     All rows of finished episodes are written, with a column `trainable`; a run that is still running can be
-    exported too. Rewards and advantages are computed from the stored ledgers, so --credit needs no new run. The tensors that a
-    forward pass needs for images are written to a folder beside the file, FILE.images, one file per image.
+    exported too. Rewards and advantages are computed from the stored ledgers, so --credit needs no new run. The tensors
+    that a forward pass needs for images are written to a folder beside the file, FILE.images, one file per image.
 
-    With --format scenario: a scenario of one episode, with its replies and its result, which has passed `engine test`, so the spec's
-    code runs. A file that holds scenarios of the same spec gets one more.
+    With --format scenario: a scenario of one episode, with its replies and its result, which has passed `engine test`,
+    so the spec's code runs. A file that holds scenarios of the same spec gets one more.
     """
     from engine.cli.console import make_console
     from engine.cli.run_report import dropped_words, unchecked_warning
@@ -176,7 +179,8 @@ def export(
         console.print("none of them is trainable: this run is an evaluation")
     if partly:
         console.print(
-            f"{partly} tasks have episodes that are not done: their advantages are computed from the episodes that are done"
+            f"{partly} tasks have episodes that are not done: their advantages are computed from the episodes that are "
+            "done"
         )
 
 
@@ -302,7 +306,8 @@ def _export_scenario(run: str, runs: Path, out: Path | None, episode: str | None
 
 
 def _noting(rows: Iterator[TrainingRow], unchecked: list[int], refused: Counter[str]) -> Iterator[TrainingRow]:
-    """The rows. `unchecked` gets the number of unchecked prompts of each row that has some, `refused` counts failures of the guard."""
+    """The rows. `unchecked` gets the number of unchecked prompts of each row that has some, `refused` counts failures
+    of the guard."""
     from engine.runner.guarded import KINDS
 
     for row in rows:

@@ -57,7 +57,8 @@ def _briefly(call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
 
 
 def _refuse_missing(option: str) -> None:
-    """Say what replaced an option that the core had, or which plugin has it, and exit. Nothing is done for another unknown option."""
+    """Say what replaced an option that the core had, or which plugin has it, and exit. Nothing is done for another
+    unknown option."""
     new = plugin.entries("old_options").get(option)
     words = f"write `{new}`" if new else plugin.missing("old_options", option) or plugin.missing("options", option)
     if words is not None:
@@ -134,7 +135,8 @@ def plugins(
 
 
 def _register() -> None:
-    """Add the core's commands and those of plugins; `import NAME` goes into the group `import`, which is there if a plugin adds to it."""
+    """Add the core's commands and those of plugins; `import NAME` goes into the group `import`, which is there if a
+    plugin adds to it."""
     from engine.cli.export import export
     from engine.cli.run import run
     from engine.cli.train import train

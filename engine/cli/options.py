@@ -36,13 +36,15 @@ Imports = Annotated[
     typer.Option(
         "--import",
         metavar="MODULE:NAME",
-        help="Import this code, which the run names, such as its credit method. Code of a run is not imported without it.",
+        help="Import this code, which the run names, such as its credit method. Code of a run is not imported without "
+        "it.",
     ),
 ]
 
 
 def only_looks(command: Callable[..., None]) -> Callable[..., None]:
-    """Import nothing that a run names during a command, but what its option `--import` names, and nothing from the current folder."""
+    """Import nothing that a run names during a command, but what its option `--import` names, and nothing from the
+    current folder."""
 
     @wraps(command)
     def looks(*arguments: Any, **options: Any) -> None:
@@ -70,7 +72,8 @@ def one_of(point: str, core: Sequence[str], help: str) -> Any:
 
 
 def with_options(name: str, command: Callable[..., None]) -> Callable[..., None]:
-    """A command with the options that plugins add to it. It gets them as `added`: option -> value, None if it is not given."""
+    """A command with the options that plugins add to it. It gets them as `added`: option -> value, None if it is not
+    given."""
     signature = inspect.signature(command, eval_str=True)
     core = {key: parameter for key, parameter in signature.parameters.items() if key != "added"}
     taken = [f"{name} --{key.replace('_', '-')}" for key in core]

@@ -60,9 +60,9 @@ def run(
     """Run episodes, and store every token, reward and event.
 
     Exit status: 0 when every episode came to an end (a failed episode is data); 1 when the spec is invalid, an episode
-    could not be finished, or every episode failed; 2 when the command line is wrong; 3 when no server can be reached at the
-    start, none replies for `backend.wait`, the run has cost `rollout.max_cost`, the first 16 episodes all fail in one way, or the backend fails more than 10 % of them; 130 after
-    Ctrl-C; 143 after SIGTERM.
+    could not be finished, or every episode failed; 2 when the command line is wrong; 3 when no server can be reached at
+    the start, none replies for `backend.wait`, the run has cost `rollout.max_cost`, the first 16 episodes all fail in
+    one way, or the backend fails more than 10 % of them; 130 after Ctrl-C; 143 after SIGTERM.
     """
     from engine.cli.console import make_console
     from engine.runner.processes import processes_of
@@ -300,13 +300,15 @@ async def drive(
         )
     if images := stats.get("images"):
         console.print(
-            f"Images: sent at the size of their grid, so that the servers ({', '.join(images['server_processors'])}) see "
+            f"Images: sent at the size of their grid, so that the servers ({', '.join(images['server_processors'])}) "
+            "see "
             "the rows' own pixels",
             highlight=False,
         )
     if verified := stats.get("verified"):
         console.print(
-            f"Verified: the servers' log-probs of a prompt differ from those of the model's files by {verified['largest']:.2g} "
+            "Verified: the servers' log-probs of a prompt differ from those of the model's files by "
+            f"{verified['largest']:.2g} "
             f"at most and {verified['mean']:.2g} on average, over {verified['tokens']} tokens",
             highlight=False,
         )

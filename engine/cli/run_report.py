@@ -68,7 +68,8 @@ def _first_of(parts: list[str]) -> str:
 
 
 def pauses() -> Iterator[float]:
-    """Yield the seconds to wait before each line of progress in a log: the first soon, many in the first minute, then few."""
+    """Yield the seconds to wait before each line of progress in a log: the first soon, many in the first minute, then
+    few."""
     yield _FIRST
     waited = _FIRST
     while True:
@@ -79,7 +80,8 @@ def pauses() -> Iterator[float]:
 
 @contextmanager
 def ticking(line: Callable[[], str | None], say: Callable[[str], None]) -> Iterator[None]:
-    """Say a line of progress from time to time, in a thread, also while other code computes. `line` may return None: nothing to say."""
+    """Say a line of progress from time to time, in a thread, also while other code computes. `line` may return None:
+    nothing to say."""
     stop = threading.Event()
 
     def work() -> None:
@@ -99,7 +101,8 @@ def ticking(line: Callable[[], str | None], say: Callable[[str], None]) -> Itera
 
 
 async def with_progress(panel: Panel, work: Awaitable[T], console: Console, *, quiet: bool) -> T:
-    """Wait for a run, with its panel on a terminal, with a line from time to time elsewhere, or without both (`quiet`)."""
+    """Wait for a run, with its panel on a terminal, with a line from time to time elsewhere, or without both
+    (`quiet`)."""
     from rich.live import Live as LiveDisplay
 
     if quiet:
@@ -121,7 +124,10 @@ def share(part: float, whole: float) -> str:
 
 def unchecked_warning(count: int) -> str:
     """What is not known about prompts that a server did not report."""
-    return f"prompts unchecked: {count:,}. The server did not report them, so nothing shows that it computed on the ids of the rows"
+    return (
+        f"prompts unchecked: {count:,}. The server did not report them, so nothing shows that it computed on the ids "
+        "of the rows"
+    )
 
 
 def dropped_words(store: RunReader) -> str:
@@ -238,7 +244,8 @@ def print_summary(
     names = ", ".join(f"{name} {value / summary.episodes:+.3f}" for name, value in sorted(summary.names.items()))
     counts = summary.counts
     console.print(
-        f"{summary.episodes} episodes · {summary.branches} rows{reasons_in_words(summary.branch_reasons)} · {summary.trainable} trainable · "
+        f"{summary.episodes} episodes · {summary.branches} rows{reasons_in_words(summary.branch_reasons)} · "
+        f"{summary.trainable} trainable · "
         f"mean reward {summary.mean_reward:.3f}" + (f" ({names})" if len(summary.names) > 1 else "")
     )
     console.print(

@@ -39,7 +39,8 @@ def train(
         typer.Option(
             "--set",
             metavar="KEY=VALUE",
-            help="Override a value: --set train.steps=50. With --resume: steps, learning rate and schedule, time limits, "
+            help="Override a value: --set train.steps=50. With --resume: steps, learning rate and schedule, time "
+            "limits, "
             "evaluation, checkpoints, reports.",
         ),
     ] = None,
@@ -51,7 +52,8 @@ def train(
         str | None,
         typer.Option(
             metavar="TRAINING",
-            help="Continue this training: a folder, an id, the start of an id, or `latest`. `auto`, with SPEC and --run-name: "
+            help="Continue this training: a folder, an id, the start of an id, or `latest`. `auto`, with SPEC and "
+            "--run-name: "
             "continue the training of that name, or start it if there is none.",
         ),
     ] = None,
@@ -65,9 +67,10 @@ def train(
     """Train the spec's model on its own episodes, or with `train.kind: sft` on episodes that were exported.
 
     --resume continues where the training ended, also after `kill -9`: from the newest checkpoint, the batch log and the
-    episodes in the store. Episodes that were running continue at their turn. Exit status: 0 when the last step is done; 1
-    when the training cannot start or continue; 2 when the command line is wrong; 3 when no server can be reached at the start, none
-    replies for `backend.wait`, the training has cost `rollout.max_cost`, or the first 16 episodes all fail with one cause; 130 after Ctrl-C; 143 after SIGTERM.
+    episodes in the store. Episodes that were running continue at their turn. Exit status: 0 when the last step is done;
+    1 when the training cannot start or continue; 2 when the command line is wrong; 3 when no server can be reached at
+    the start, none replies for `backend.wait`, the training has cost `rollout.max_cost`, or the first 16 episodes all
+    fail with one cause; 130 after Ctrl-C; 143 after SIGTERM.
     """
     import asyncio
 
@@ -105,7 +108,8 @@ def train(
 def _follow(
     process_group: ProcessGroup, spec: Path | None, overrides: list[str], out: Path | None, resume: str | None
 ) -> None:
-    """Run a process other than process 0. It ignores Ctrl-C and SIGTERM, which a launcher sends to all; process 0 handles them."""
+    """Run a process other than process 0. It ignores Ctrl-C and SIGTERM, which a launcher sends to all; process 0
+    handles them."""
     import signal
 
     from engine.spec.load import load_spec
@@ -254,7 +258,8 @@ def _print_result(result: TrainResult, folder: Path, console: Console, seconds: 
         )
     elif "loss" in result.first:
         console.print(
-            f"{result.steps} steps; loss {result.first['loss']:.4f} in this launch's first step, {result.last['loss']:.4f} in the "
+            f"{result.steps} steps; loss {result.first['loss']:.4f} in this launch's first step, "
+            f"{result.last['loss']:.4f} in the "
             f"last; {seconds / 60:.1f} min"
         )
     parts = [f"{count} {words}" for name, words in _RESUMED.items() if (count := result.resumed[name])]

@@ -122,7 +122,8 @@ class TrainPanel:
 
     @property
     def eta(self) -> float | None:
-        """Seconds until the last step, from the mean duration of the newest steps; None before the first and after the last."""
+        """Seconds until the last step, from the mean duration of the newest steps; None before the first and after the
+        last."""
         left = self._steps - self._step
         return left * sum(self._seconds) / len(self._seconds) if self._seconds and left > 0 else None
 
@@ -220,7 +221,8 @@ def shown(panel: TrainPanel, console: Console, *, quiet: bool = False) -> Iterat
 
 
 def _batch(values: Mapping[str, float]) -> list[str]:
-    """What a step says of its batch: how many groups were sampled, if more than it trained on, and why the weights did not change."""
+    """What a step says of its batch: how many groups were sampled, if more than it trained on, and why the weights did
+    not change."""
     words = []
     used, sampled = values.get("groups/used", 0.0), values.get("groups/sampled", 0.0)
     if used < sampled:

@@ -4,7 +4,8 @@
     episode = compiled.episode(task, sample, toolbox.schemas)
     episode.feed(record)
 
-Runs, replays, scenarios and training build episodes only here, so an option of the spec has the same effect in all of them.
+Runs, replays, scenarios and training build episodes only here, so an option of the spec has the same effect in all of
+them.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ class CompiledSpec:
     ) -> None:
         spec = loaded.spec
         self.loaded = loaded
-        """The spec; its `model.context` is the longest context that model and backend have, None if neither says one."""
+        """The spec; its `model.context` is the longest context that model and backend have, None if neither says
+        one."""
         self.spec = spec
         self.template = template
         self.machine = machine

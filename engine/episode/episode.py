@@ -185,7 +185,8 @@ class Episode:
         """The newest assistant turn when an action last tried to make the prompt shorter; None: never."""
 
     def part(self, cls: type[P]) -> P:
-        """A plugin's own state of this episode, made when it is first asked for. Only the plugin's `apply` changes it."""
+        """A plugin's own state of this episode, made when it is first asked for. Only the plugin's `apply` changes
+        it."""
         part: P | None = self._parts.get(cls)
         if part is None:
             part = self._parts[cls] = cls()
@@ -226,7 +227,8 @@ class Episode:
         return {name: _VARIABLES[name](self) for name in names if name in _VARIABLES}
 
     def locate(self, turn: int, part: PartAddress) -> TurnPart:
-        """Find the tokens of a part of a turn: a call, a text, or a range of tokens. Raises LedgerError if it has no such part."""
+        """Find the tokens of a part of a turn: a call, a text, or a range of tokens. Raises LedgerError if it has no
+        such part."""
         sampled = self.turns[turn].end - self.turns[turn].start
         if not sampled:  # the reply is text only or has no tokens: no token can get credit
             return TurnPart(start=0, end=0, call=_call_number(part.call, turn) if part.call is not None else None)
@@ -256,7 +258,8 @@ class Episode:
         }
 
     def feed(self, record: Record, seconds: float = 0.0) -> tuple[str, str]:
-        """Apply what the state's action gave, or what prevented it, and take the transition. Pure: a replay consists of these calls.
+        """Apply what the state's action gave, or what prevented it, and take the transition. Pure: a replay consists of
+        these calls.
 
         Returns (event, dest): the event is empty for a final state's own record, dest where the episode ends.
         """
@@ -309,10 +312,12 @@ class Episode:
         return self._next(FAILED) if event != FAILED else None
 
     def follow(self, entry: JournalEntry) -> tuple[str, str]:
-        """Feed one journal entry. Raises ReplayError if it is not the next one, leads elsewhere now, or cannot be read."""
+        """Feed one journal entry. Raises ReplayError if it is not the next one, leads elsewhere now, or cannot be
+        read."""
         if isinstance(entry.record, UnreadRecord):
             raise ReplayError(
-                f"{self.id}: step {entry.seq} of the journal is a record of kind `{entry.record.kind}`; {entry.record.words()}"
+                f"{self.id}: step {entry.seq} of the journal is a record of kind `{entry.record.kind}`; "
+                f"{entry.record.words()}"
             )
         if entry.seq != self.seq or entry.state != self.state:
             raise ReplayError(
@@ -328,7 +333,8 @@ class Episode:
         return event, dest
 
     def failure_of(self, error: BaseException) -> Failure:
-        """The failure that an exception becomes. One without a type is an error of the engine, and keeps its full traceback."""
+        """The failure that an exception becomes. One without a type is an error of the engine, and keeps its full
+        traceback."""
         kind, blame, message = EngineError.kind, EngineError.blame, words_of(error)
         trace = getattr(error, "trace", None)
         if isinstance(error, EngineError):  # the spec's code may raise one too, so its fields are not trusted

@@ -1,17 +1,19 @@
 """Drives one episode through its machine: action, record, event, transition.
 
 Invariants:
-- An action that anything outside the engine can see begins only when the record before it is durable. Sampling and calls
-  of `pure` tools are pipelined: they may begin while that record is being written. A reply is appended only when
+- An action that anything outside the engine can see begins only when the record before it is durable. Sampling and
+  calls of `pure` tools are pipelined: they may begin while that record is being written. A reply is appended only when
   everything before it is durable, so a crash loses at most one unfinished turn.
 - The executor does not write the entry that ends an episode: the journal holds it, and writes it in the same commit
-  as the episode's result. So a journal that has ended belongs to a finished episode. Where it does not (a run of an older
-  engine, or an end that could not be written), the episode is finished from its journal, and no action is performed.
+  as the episode's result. So a journal that has ended belongs to a finished episode. Where it does not (a run of an
+  older engine, or an end that could not be written), the episode is finished from its journal, and no action is
+  performed.
 - An action that fails or reaches a limit does not change the conversation.
 - An error inside one episode becomes a `Failure` of that episode. `run` raises for cancellation, for errors that stop
   the whole run (`EngineError.stops_run`), and where other calls blocked the event loop of its objects
   (`LoopReplacedError`): the episode then stays as its journal has it, and can be resumed.
-- Limits are checked before an action, in the order of `engine.limits.LIMITS`. The action of a final state has no limits.
+- Limits are checked before an action, in the order of `engine.limits.LIMITS`. The action of a final state has no
+  limits.
 """
 
 from __future__ import annotations
@@ -98,7 +100,8 @@ class Executor:
         self._clocks = clocks or PausableClocks()
 
     async def run(self, episode: Episode, objects: EpisodeObjects, journal: Journal | MemoryJournal) -> None:
-        """Drive the episode to its end. The journal then holds its last entry. An error is stored in the episode's `failure`.
+        """Drive the episode to its end. The journal then holds its last entry. An error is stored in the episode's
+        `failure`.
 
         Raises:
             LoopReplacedError: its objects are bound to an event loop that another call blocked; the episode can be
@@ -157,7 +160,8 @@ class Executor:
         return clock
 
     async def fail(self, episode: Episode, journal: Journal | MemoryJournal, error: EngineError) -> bool:
-        """Let the current state fail before its action begins. Returns whether that ends the episode; else `run` continues it."""
+        """Let the current state fail before its action begins. Returns whether that ends the episode; else `run`
+        continues it."""
         record = FailureRecord(failure=episode.failure_of(error), built=False)
         entry, encoded = self._fed(episode, record, time.time(), 0.0)
         if entry.dest in self._compiled.ends:
@@ -223,7 +227,8 @@ class Executor:
         return record if isinstance(record, Struct) else await record
 
     def _filtered(self, episode: Episode, record: Record, first: int = 0) -> Record | Awaitable[Record]:
-        """The record that is stored in place of what an action has returned: what the filters from `first` on make of it."""
+        """The record that is stored in place of what an action has returned: what the filters from `first` on make of
+        it."""
         for place in range(first, len(self._filters)):
             filtered = self._filters[place](episode, record)
             if not isinstance(filtered, Struct):
@@ -260,7 +265,8 @@ class Executor:
 
         Raises:
             RestartNeededError: a call cannot be repeated, or its answer differs now.
-            ReplayError: the journal's transitions differ now: the spec or the engine has changed, or a plugin is missing.
+            ReplayError: the journal's transitions differ now: the spec or the engine has changed, or a plugin is
+                missing.
         """
         ended = self._compiled.has_ended(journal)
         for entry in journal:

@@ -41,7 +41,8 @@ Evaluate = Callable[[Scope], Any]
 
 
 class EvaluationError(Exception):
-    """An expression has no value for these variables: a field is missing, types do not fit, or a value is out of range."""
+    """An expression has no value for these variables: a field is missing, types do not fit, or a value is out of
+    range."""
 
 
 def compile_tree(tree: Node, text: str) -> Evaluate:

@@ -94,7 +94,8 @@ class Call(Node, frozen=True, kw_only=True):
 
 
 class Operation(Node, frozen=True, kw_only=True):
-    """An operator and its operands: one for `!` and the minus sign, three for `?:`, two or more for `&&` and `||`, else two."""
+    """An operator and its operands: one for `!` and the minus sign, three for `?:`, two or more for `&&` and `||`, else
+    two."""
 
     operator: str
     args: tuple[Node, ...]

@@ -85,9 +85,9 @@ class _Bound(Struct, frozen=True, kw_only=True):
 def work_of(tree: Node, sizes: Sizes) -> int:
     """Return the maximum number of units that evaluating the expression may cost.
 
-    Evaluation cannot be interrupted, and no other episode runs meanwhile. Nested macros (`all`, `exists`, `filter`, `map`) multiply the
-    lengths of their lists. The bound is monotonic in the sizes, so sizes that are too large never hide a costly expression. One unit is
-    a node visited, or a value copied or compared: about 0.1 to 0.4 microseconds.
+    Evaluation cannot be interrupted, and no other episode runs meanwhile. Nested macros (`all`, `exists`, `filter`,
+    `map`) multiply the lengths of their lists. The bound is monotonic in the sizes, so sizes that are too large never
+    hide a costly expression. One unit is a node visited, or a value copied or compared: about 0.1 to 0.4 microseconds.
 
     Args:
         tree: From `parse`.
@@ -211,7 +211,8 @@ class Guard:
             work = work_of(self._looping_tree, sizes_of(context.values()))
             if work > MAX_WORK:
                 raise GuardError(
-                    f"guard `{around(self.expression, 0)}`: it may take {work:,} steps on these values; {MAX_WORK:,} are allowed. "
+                    f"guard `{around(self.expression, 0)}`: it may take {work:,} steps on these values; {MAX_WORK:,} "
+                    "are allowed. "
                     "Nest fewer loops, or shorten the lists that it loops over"
                 )
         try:

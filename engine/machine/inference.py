@@ -1,7 +1,7 @@
 """An expression -> the types of its parts, and the mistakes that can be found without evaluating it.
 
-Every reported problem is an error on all contexts that the variables allow. What is known only during a run (facts, fields
-of the task, what a user adds to `feedback`) has the type `dyn` and is never reported.
+Every reported problem is an error on all contexts that the variables allow. What is known only during a run (facts,
+fields of the task, what a user adds to `feedback`) has the type `dyn` and is never reported.
 """
 
 from __future__ import annotations

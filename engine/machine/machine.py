@@ -1,10 +1,11 @@
 """A spec's machine as a pure function: (state, event, values) -> state.
 
-Invariant: all episodes of a spec share one `transitions.Machine`, which never changes after it is built. No model is added to it: each
-step triggers on a temporary model, so steps of different tasks and threads are independent.
+Invariant: all episodes of a spec share one `transitions.Machine`, which never changes after it is built. No model is
+added to it: each step triggers on a temporary model, so steps of different tasks and threads are independent.
 
-`Machine` and the checks read a resolved machine: the spec's machine merged with its preset, one transition for each (source, trigger), in
-the order in which they are tried. Each knows the index of the spec's transition that it came from, so that findings have a position.
+`Machine` and the checks read a resolved machine: the spec's machine merged with its preset, one transition for each
+(source, trigger), in the order in which they are tried. Each knows the index of the spec's transition that it came
+from, so that findings have a position.
 """
 
 from __future__ import annotations
@@ -117,8 +118,8 @@ class Machine:
     def next(self, state: str, event: str, context: ReadContext) -> str:
         """Return the next state: the destination of the first transition whose condition holds.
 
-        `context` is called for each guard that is evaluated, with the names of the variables that it reads. Raises UnhandledEvent
-        if there is no such transition, and GuardError if a condition has no result for these values.
+        `context` is called for each guard that is evaluated, with the names of the variables that it reads. Raises
+        UnhandledEvent if there is no such transition, and GuardError if a condition has no result for these values.
         """
         settled = self.settled.get((state, event))
         if settled is not None:
@@ -179,8 +180,8 @@ def resolve_machine(machine: MachineSpec) -> ResolvedMachine:
     """Merge a machine with its preset, and expand every transition.
 
     The spec's states are added to those of the preset and replace states of the same name. Its transitions are tried
-    first. A transition of the preset that can never be taken (an unconditional one precedes it, or its source is now final)
-    is left out. Names are not checked: a transition may name a state that does not exist.
+    first. A transition of the preset that can never be taken (an unconditional one precedes it, or its source is now
+    final) is left out. Names are not checked: a transition may name a state that does not exist.
     """
     preset = PRESETS[machine.preset].machine if machine.preset is not None else None
     states = {**(preset.states if preset else {}), **machine.states}

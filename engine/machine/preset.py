@@ -1,4 +1,5 @@
-"""What a preset machine is, and the states that several share. The table of all is in `engine.machine.presets`; plugins add to it."""
+"""What a preset machine is, and the states that several share. The table of all is in `engine.machine.presets`; plugins
+add to it."""
 
 from __future__ import annotations
 

@@ -90,7 +90,8 @@ _CORE: Mapping[str, Preset] = {
         ),
     ),
     "step": Preset(
-        about="The environment's `step` answers each reply, until its event is `done` (or `truncated`, a limit of its own).",
+        about="The environment's `step` answers each reply, until its event is `done` (or `truncated`, a limit of its "
+        "own).",
         machine=MachineSpec(
             initial="PENDING",
             states=PENDING | GENERATING | _STEPPING | DONE,

@@ -1,4 +1,6 @@
-"""The engine's own plugins: a folder each, with its face (`PLUGIN`), code, schemas, rules, commands and page in one place.
+"""The engine's own plugins: a folder each, with its face (`PLUGIN`), code, schemas, rules, commands and page in one
+place.
 
-A folder may be deleted. A spec that uses the plugin then gets one error, which names the plugin and the command that installs it.
+A folder may be deleted. A spec that uses the plugin then gets one error, which names the plugin and the command that
+installs it.
 """

@@ -21,11 +21,15 @@ from typing import Any
 
 _PDEATHSIG, _SUBREAPER = 1, 36
 _ENGINE = str(Path(__file__).parents[2])
-_BOOT = "import runpy, sys; sys.path.append(sys.argv[1]); del sys.argv[:2]; runpy.run_path(sys.argv[0], run_name='__main__')"
+_BOOT = (
+    "import runpy, sys; sys.path.append(sys.argv[1]); del sys.argv[:2]; runpy.run_path(sys.argv[0], "
+    "run_name='__main__')"
+)
 
 
 def script(path: Path, *arguments: str) -> list[str]:
-    """The command of a program of the engine that imports nothing but this module and the standard library, so it starts soon and is small."""
+    """The command of a program of the engine that imports nothing but this module and the standard library, so it
+    starts soon and is small."""
     return [sys.executable, "-I", "-S", "-c", _BOOT, _ENGINE, str(path), *arguments]
 
 
@@ -79,7 +83,8 @@ def memory_file(content: bytes) -> int:
 
 
 class SentFolder:
-    """An open folder that a program in a sandbox sends over a socket: the only files of a file system, whose number is known so."""
+    """An open folder that a program in a sandbox sends over a socket: the only files of a file system, whose number is
+    known so."""
 
     def __init__(self, channel: socket.socket) -> None:
         channel.setblocking(False)  # `recv_fds` of Python 3.11 does not hand its flags on

@@ -66,8 +66,8 @@ def default_processes() -> int:
 
 
 def start_python(code: str) -> subprocess.Popen[bytes]:
-    """Start an interpreter with this process's import path, and pipes to its input and output. The current folder is on its path only
-    where it is on this process's.
+    """Start an interpreter with this process's import path, and pipes to its input and output. The current folder is on
+    its path only where it is on this process's.
 
     Raises:
         OSError: no process can be started.
@@ -85,7 +85,8 @@ class Worker:
     """One worker process, which one thread asks at a time.
 
     Args:
-        call: The function, `package.module:function`. It is called with `common`, a job and, if it has any, the job's bytes.
+        call: The function, `package.module:function`. It is called with `common`, a job and, if it has any, the job's
+            bytes.
         common: What all jobs share; a JSON value.
 
     Raises:
@@ -110,7 +111,8 @@ class Worker:
             seconds: Time after which the worker is killed.
 
         Raises:
-            WorkerError: the function raised; or there is no answer in time, or the process has ended, and `ended` says so.
+            WorkerError: the function raised; or there is no answer in time, or the process has ended, and `ended` says
+                so.
         """
         began = time.monotonic()
         requests: Any = self.process.stdin
@@ -147,7 +149,8 @@ class Worker:
 
 
 class WorkerPool(ThreadPoolExecutor):
-    """Threads that ask workers, one each, which starts at its first job. The workers end with the pool, and with this process.
+    """Threads that ask workers, one each, which starts at its first job. The workers end with the pool, and with this
+    process.
 
     Args:
         most: The number of threads.

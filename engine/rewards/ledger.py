@@ -1,16 +1,18 @@
-"""The rewards of one episode. Invariant: a posting is never changed; a transfer conserves the sum; an event is applied whole or not at all.
+"""The rewards of one episode. Invariant: a posting is never changed; a transfer conserves the sum; an event is applied
+whole or not at all.
 
     ledger.post(RewardEvent(turn="last", value=1.0, cause="right answer", source="user"), at_turn=2)
     ledger.post(RewardEvent(turn="last", op="transfer", to="previous", share=0.3), at_turn=2)
     ledger.totals(3)                            # [0.0, 0.3, 0.7]
     rules.apply(episode)                        # the spec's `rewards.reassign`, after the action of a state
 
-- What a turn holds is computed from its postings. Sums are exact, and a transfer is pairs of postings, -x and +x of the same x.
+- What a turn holds is computed from its postings. Sums are exact, and a transfer is pairs of postings, -x and +x of the
+  same x.
 - Addresses are resolved when an event is written: `last` is the newest turn at that time.
-- A reward of a part of a turn is in an account of its own, and in the sum of the turn. An event for the whole turn leaves it
-  alone, except `set`, which replaces all that the turn holds under the name.
-- Rules are applied in the order in which they are written, and each sees the effects of the earlier ones. One that cannot be
-  applied is an error and is never skipped.
+- A reward of a part of a turn is in an account of its own, and in the sum of the turn. An event for the whole turn
+  leaves it alone, except `set`, which replaces all that the turn holds under the name.
+- Rules are applied in the order in which they are written, and each sees the effects of the earlier ones. One that
+  cannot be applied is an error and is never skipped.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ REWARD = "reward"
 """The name of a reward without a name."""
 
 LARGEST = 1e30
-"""Maximum absolute value of a turn's reward and of an event, so that sums are finite in the float32 of training rows too."""
+"""Maximum absolute value of a turn's reward and of an event, so that sums are finite in the float32 of training rows
+too."""
 
 OWN_BLAMES: Mapping[str, Blame] = {
     "environment": "environment",
@@ -57,8 +60,8 @@ _Place = tuple[int, str, TurnPart | None]
 
 
 Partials = tuple[float, ...]
-"""The exact sum of one reward of one turn, as Shewchuk's non-overlapping floats (Discrete & Computational Geometry 18, 1997, fig. 7): the
-order of postings does not matter, and the sum is rounded only when it is read."""
+"""The exact sum of one reward of one turn, as Shewchuk's non-overlapping floats (Discrete & Computational Geometry 18,
+1997, fig. 7): the order of postings does not matter, and the sum is rounded only when it is read."""
 
 _NOTHING: Partials = (0.0,)
 
@@ -78,7 +81,8 @@ class Ledger:
 
     @classmethod
     def of(cls, postings: Iterable[Posting]) -> Ledger:
-        """Rebuild a ledger from stored postings, oldest first: the sum of the deltas since the last `set`, whose `after` is the start."""
+        """Rebuild a ledger from stored postings, oldest first: the sum of the deltas since the last `set`, whose
+        `after` is the start."""
         ledger = cls()
         for posting in postings:
             part = None
@@ -102,7 +106,8 @@ class Ledger:
         locate: Locate | None = None,
         blames: Mapping[str, Blame] = OWN_BLAMES,
     ) -> list[Posting]:
-        """Apply an event. Returns its postings: one for each turn and name; for a transfer, pairs for each payer, receiver and name.
+        """Apply an event. Returns its postings: one for each turn and name; for a transfer, pairs for each payer,
+        receiver and name.
 
         Args:
             event: The amount to add, set or transfer.
@@ -273,7 +278,8 @@ class Ledger:
         return [self._total(turn) for turn in range(turns)]
 
     def _total(self, turn: int) -> float:
-        """The sum over names for a turn, computed when it is read, so that writing does not depend on the number of names."""
+        """The sum over names for a turn, computed when it is read, so that writing does not depend on the number of
+        names."""
         total = self._totals.get(turn)
         if total is None:
             held = [math.fsum(partials) for partials in self._accounts.get(turn, {}).values()]
@@ -330,8 +336,8 @@ class RuleTarget(Protocol):
 class Rules:
     """The spec's `rewards.reassign`, compiled: it writes rewards after the action of a state. Shared by all episodes.
 
-    The postings of rule n, from 0, have the source `rule:<n>`, and the cause `rule <n>` unless the rule has one. Raises: GuardError: a
-    `when` is not valid CEL.
+    The postings of rule n, from 0, have the source `rule:<n>`, and the cause `rule <n>` unless the rule has one.
+    Raises: GuardError: a `when` is not valid CEL.
     """
 
     __slots__ = ("_at", "states")

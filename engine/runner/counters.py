@@ -83,10 +83,11 @@ class RunCounters:
 
     @property
     def eta(self) -> float | None:
-        """Estimate the seconds until all episodes are finished; None before the first one is finished, and after the last.
+        """Estimate the seconds until all episodes are finished; None before the first one is finished, and after the
+        last.
 
-        The remaining turns are those of episodes of mean length, without the turns that running episodes have made; each
-        running episode has at least half a turn left. They take as long per turn as those so far.
+        The remaining turns are those of episodes of mean length, without the turns that running episodes have made;
+        each running episode has at least half a turn left. They take as long per turn as those so far.
         """
         left = self.total - self.before - self.finished
         if left <= 0 or not self.finished:

@@ -88,7 +88,8 @@ class Causes:
         return sum(count for cause, count in self.counts.items() if cause.blame == blame)
 
     def words(self, episodes: int) -> str:
-        """Say how many of `episodes` failed of what: `40 of 40 episodes failed: 30 user_error (user), 10 tool_timeout (tool)`."""
+        """Say how many of `episodes` failed of what:
+        `40 of 40 episodes failed: 30 user_error (user), 10 tool_timeout (tool)`."""
         listed = [f"{count} {cause}" for cause, count in self.most_common()]
         others = [f"{len(listed) - _CAUSES} other causes"] if len(listed) > _CAUSES else []
         return f"{self.failures} of {episodes} episodes failed: {', '.join([*listed[:_CAUSES], *others])}"
@@ -127,7 +128,8 @@ class Verdict:
         if self._seen >= min(FIRST, self._total() or FIRST):
             self._decided = True
             raise FailingError(
-                f"the first {self._seen} finished episode{'s' if self._seen > 1 else ''} failed with one cause, {cause}",
+                f"the first {self._seen} finished episode{'s' if self._seen > 1 else ''} failed with one cause, "
+                f"{cause}",
                 cause=with_trace(failure),
             )
 

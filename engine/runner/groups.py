@@ -57,9 +57,11 @@ class GroupRequest(Struct, frozen=True, kw_only=True):
 
 
 RowMaker = Callable[[GroupRequest, "Sequence[Trajectory]"], Group]
-"""Makes a group of its finished episodes, as `engine.train.batches.GroupBuilder.group`: without rows if too few of them are trainable."""
+"""Makes a group of its finished episodes, as `engine.train.batches.GroupBuilder.group`: without rows if too few of them
+are trainable."""
 FinishedEpisode = Callable[[str, int], "Trajectory | None"]
-"""(task id, sample) -> an episode that need not be run, because it is finished and stored; None if it is not finished."""
+"""(task id, sample) -> an episode that need not be run, because it is finished and stored; None if it is not
+finished."""
 
 
 class GroupRunner:
@@ -107,9 +109,11 @@ class GroupRunner:
         return self._rows(request, ended)
 
     async def episode(self, task: Task, sample: int) -> Trajectory | None:
-        """Run an episode, or read it if it is finished. None: the engine itself failed, and the runner's `faults` say why.
+        """Run an episode, or read it if it is finished. None: the engine itself failed, and the runner's `faults` say
+        why.
 
-        Raises: StoreError, OutageError (no server replied for `backend.wait`), FailingError (the first all failed with one cause).
+        Raises: StoreError, OutageError (no server replied for `backend.wait`), FailingError (the first all failed with
+            one cause).
         """
         if (finished := self._finished(task.id, sample)) is not None:
             return finished
@@ -183,7 +187,8 @@ class GroupSchedule:
         self._collected = 0
 
     async def batch(self) -> Batch:
-        """Collect the next batch: `tasks_per_step` groups, or fewer if dynamic sampling reached `max_sampling_rounds`."""
+        """Collect the next batch: `tasks_per_step` groups, or fewer if dynamic sampling reached
+        `max_sampling_rounds`."""
         batch = self._batch = Batch(self.version)
         self._collected = 0
         most_groups = self._train.max_sampling_rounds * self._groups_per_batch

@@ -1,12 +1,12 @@
 """The guard of a run's episodes: what the rows are worth is known before they are stored.
 
-Invariant: the end of an episode is written only after the guard has answered. Rows that are not what the chat template writes, and rows
-without an answer, get a failure that says so, so that nothing trains on them. A failure of the episode's own that makes it untrainable
-already is kept.
+Invariant: the end of an episode is written only after the guard has answered. Rows that are not what the chat template
+writes, and rows without an answer, get a failure that says so, so that nothing trains on them. A failure of the
+episode's own that makes it untrainable already is kept.
 
-The first row with a wrong bridge turns the checks of probes off for this chat format (`Bridges.whole`): each later prompt is found by
-rendering the whole conversation. The run's folder keeps that for a resume (`FILE`). Each generation's record says how its prompt was
-found, so a replay finds it in the same way.
+The first row with a wrong bridge turns the checks of probes off for this chat format (`Bridges.whole`): each later
+prompt is found by rendering the whole conversation. The run's folder keeps that for a resume (`FILE`). Each
+generation's record says how its prompt was found, so a replay finds it in the same way.
 """
 
 from __future__ import annotations
@@ -87,7 +87,8 @@ class EpisodeGuard:
                 kind=UNGUARDED,
                 blame="engine",
                 state=state,
-                message=f"its rows were not compared with what the chat template writes, so they are not handed over as checked: "
+                message="its rows were not compared with what the chat template writes, so they are not handed over "
+                "as checked: "
                 f"{finding.message}; run it again with `engine run --resume RUN --retry-failed all`{also}",
             )
         turn = max((turn.index for turn in trajectory.turns if turn.branch == finding.branch), default=-1)
@@ -96,14 +97,18 @@ class EpisodeGuard:
         place = f"branch {finding.branch}, token {finding.token} (id {finding.id})"
         if finding.spelled:
             advice = (
-                "a text that only spells a special token is hidden from the template, which looks for it; set model.allow_special: true "
+                "a text that only spells a special token is hidden from the template, which looks for it; set "
+                "model.allow_special: true "
                 "if such text may become special tokens"
             )
         elif kind == PROMPT:
             advice = "this prompt was rendered whole, so please report it with the template"
         else:
             self.render_whole(f"{episode.id}, {place}: {finding.message}")
-            advice = "prompts of this template are rendered whole from now on, so `engine run --resume RUN --retry-failed all` repairs it"
+            advice = (
+                "prompts of this template are rendered whole from now on, so "
+                "`engine run --resume RUN --retry-failed all` repairs it"
+            )
         message = f"{place}: {finding.message}; {advice}{also}"
         return Failure(kind=kind, blame="engine", state=state, turn=turn, message=message)
 

@@ -1,6 +1,7 @@
 """What watches runs, their episodes and trainings from outside: the observers of plugins.
 
-An observer never raises into the work that it watches once this has begun, and delays it by no more than a deadline of its own.
+An observer never raises into the work that it watches once this has begun, and delays it by no more than a deadline of
+its own.
 """
 
 from __future__ import annotations
@@ -57,19 +58,22 @@ class TrainingObserver:
         return nullcontext()
 
     def began(self) -> None:
-        """The training has its model and its folder, with an opened `metrics.jsonl`. Raises: EngineError: it must not go on."""
+        """The training has its model and its folder, with an opened `metrics.jsonl`. Raises: EngineError: it must not
+        go on."""
 
     def continued(self, step: int) -> None:
         """The next step is the one after this; later lines of `metrics.jsonl` have been removed."""
 
     def opened(self, store: RunStore) -> None:
-        """The store of the training's episodes is open for writing, until the training ends. Not called where it samples none."""
+        """The store of the training's episodes is open for writing, until the training ends. Not called where it
+        samples none."""
 
     def stepped(self, step: int, metrics: Mapping[str, float]) -> None:
         """A line of `metrics.jsonl` is written; step 0 is the evaluation before the first step."""
 
     async def checkpointed(self, timed: Callable[[str], AbstractContextManager[None]]) -> Mapping[str, float]:
-        """A checkpoint is written after a step. Returns further metrics of the step; `timed` shows a phase and counts its seconds."""
+        """A checkpoint is written after a step. Returns further metrics of the step; `timed` shows a phase and counts
+        its seconds."""
         return {}
 
     def progressed(self) -> None:
@@ -90,7 +94,8 @@ class TrainingObserver:
 
 
 OBSERVE_RUN: Hook[Callable[[LoadedSpec, RunStore], RunObserver | None]] = Hook("observe_run")
-"""Makes the observer of a run; None if the spec asks for none. It may raise EngineError: then the run does not begin."""
+"""Makes the observer of a run; None if the spec asks for none. It may raise EngineError: then the run does not
+begin."""
 OBSERVE_EPISODES: Hook[Callable[[LoadedSpec, RunStore], EpisodeObserver | None]] = Hook("observe_episodes")
 """The same for the episodes of a `Runner`, of which a run, a training or a driver has one."""
 OBSERVE_TRAINING: Hook[Callable[[LoadedSpec, Path], TrainingObserver | None]] = Hook("observe_training")

@@ -124,6 +124,9 @@ def refuse_many(loaded: LoadedSpec, who: str) -> None:
     processes = processes_of(loaded)
     if processes is None:
         return
-    message = f"{who} does not support several drivers; `engine run`, `engine eval`, `engine train` and `engine serve SPEC` do"
+    message = (
+        f"{who} does not support several drivers; `engine run`, `engine eval`, `engine train` and `engine serve SPEC` "
+        "do"
+    )
     fix = f"give --set {'.'.join(map(str, processes.path))}=1, or set it in the spec"
     raise SpecError([Diagnostic(processes.rule, "error", message, fix, loaded.origin(processes.path), processes.path)])

@@ -1,6 +1,7 @@
 """Replay: rebuild finished episodes from their journals, and compare them with the stored ones, byte for byte.
 
-No model, environment, tool or user is called: the journal's records are applied to the machine. Each difference is reported exactly.
+No model, environment, tool or user is called: the journal's records are applied to the machine. Each difference is
+reported exactly.
 """
 
 from __future__ import annotations

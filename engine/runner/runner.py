@@ -1,6 +1,7 @@
 """Runs many episodes: a bounded number at a time, each independent of the others, all stored.
 
-Read it from the top: `run` runs the episodes of a source; `episode` runs one episode, again from its journal where that is needed.
+Read it from the top: `run` runs the episodes of a source; `episode` runs one episode, again from its journal where that
+is needed.
 
 Invariants:
 - A failed episode stops no other episode. Only a failure of the store stops the run: no turn is sampled
@@ -80,7 +81,8 @@ class _Attempt:
     given_up: EngineError | None
     """The episode fails with this error before anything runs."""
     losses: int = 0
-    """How often other code blocked the event loop of its objects; beyond `MAX_LOSSES` it fails at the end of its journal."""
+    """How often other code blocked the event loop of its objects; beyond `MAX_LOSSES` it fails at the end of its
+    journal."""
     lost: LoopReplacedError | None = None
     """The newest loss."""
     anew: bool = False
@@ -230,7 +232,8 @@ class Runner:
 
         Raises:
             StoreError: the episode is done already, or a record cannot be stored.
-            EngineError: it stops the run (`stops_run`): no server replied for too long; the journal has what the episode did.
+            EngineError: it stops the run (`stops_run`): no server replied for too long; the journal has what the
+                episode did.
         """
         episode_id = episode_id_of(task.id, sample)
         try:
@@ -267,7 +270,8 @@ class Runner:
         return _Attempt(task, sample, journal, alone, given_up)
 
     async def _open(self, attempt: _Attempt) -> tuple[Episode, EpisodeObjects, bool]:
-        """Build an episode and its objects, and bring it to the end of its journal. The bool: only its result is still to be written.
+        """Build an episode and its objects, and bring it to the end of its journal. The bool: only its result is still
+        to be written.
 
         Raises:
             RestartNeededError: the journal cannot be resumed; the episode must begin anew.
@@ -308,10 +312,11 @@ class Runner:
         attempt.objects = attempt.episode = None
 
     async def _prepare_another(self, attempt: _Attempt, error: RestartNeededError | LoopReplacedError) -> None:
-        """Prepare another attempt: from the journal if other code blocked the event loop of the episode's objects, else anew.
+        """Prepare another attempt: from the journal if other code blocked the event loop of the episode's objects, else
+        anew.
 
-        An episode that cannot be restored after such a loss, or that loses its loop `MAX_LOSSES` times, fails instead. Raises the error
-        where there is no other attempt.
+        An episode that cannot be restored after such a loss, or that loses its loop `MAX_LOSSES` times, fails instead.
+        Raises the error where there is no other attempt.
         """
         if attempt.last:
             raise error
@@ -333,7 +338,8 @@ class Runner:
             attempt.anew = True
 
     async def _finish(self, episode: Episode, journal: Journal) -> Trajectory:
-        """Have an ended episode judged, store its result, and tell the observers, also if this is cancelled meanwhile."""
+        """Have an ended episode judged, store its result, and tell the observers, also if this is cancelled
+        meanwhile."""
         make = partial(episode.trajectory, self._store.run_id, exact=self.guard is not None)
         try:
             trajectory = await journal.finish(make, None if self.guard is None else partial(self.guard.judged, episode))
@@ -356,7 +362,8 @@ class Runner:
 
     @property
     def cost(self) -> Cost | None:
-        """What the run, or the training that it is part of, has cost; None before `serving`, and where no costs are counted."""
+        """What the run, or the training that it is part of, has cost; None before `serving`, and where no costs are
+        counted."""
         return next((cost for service in self._services if (cost := service.cost) is not None), None)
 
     @property

@@ -1,4 +1,5 @@
-"""A runner's question -> the next task and sample to run, until there is none; and the tasks that ask it, which end together."""
+"""A runner's question -> the next task and sample to run, until there is none; and the tasks that ask it, which end
+together."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ class EpisodeSource(Protocol):
     """Gives a runner its episodes, one after another."""
 
     async def next(self) -> tuple[Task, int, int] | None:
-        """Return the next episode: its task, its index in the group, and the number of its first attempt; None: no more."""
+        """Return the next episode: its task, its index in the group, and the number of its first attempt; None: no
+        more."""
 
     def ended(self, task: Task, sample: int, *, finished: bool) -> None:
         """Count an episode that has ended. finished: it is stored; else the engine could not finish it."""
@@ -121,8 +123,8 @@ async def _cancel_on(event: asyncio.Event, workers: Sequence[asyncio.Task[None]]
 def rare_collections() -> Iterator[None]:
     """Collect garbage rarely while many episodes are running.
 
-    An episode's objects are freed by their reference counts. The cyclic collector only visits the live ones, at a cost that
-    grows with their number. Objects that the caller has frozen stay frozen: nothing else is frozen then.
+    An episode's objects are freed by their reference counts. The cyclic collector only visits the live ones, at a cost
+    that grows with their number. Objects that the caller has frozen stay frozen: nothing else is frozen then.
     """
     before = gc.get_threshold()
     frozen_by_caller = gc.get_freeze_count() > 1_000  # Python 3.12 freezes a few hundred when it starts

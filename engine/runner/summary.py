@@ -1,4 +1,5 @@
-"""Finished trajectories -> the sums over the episodes of a run, and how it ended; a stored run can be summarised again at any time."""
+"""Finished trajectories -> the sums over the episodes of a run, and how it ended; a stored run can be summarised again
+at any time."""
 
 from __future__ import annotations
 
@@ -30,13 +31,15 @@ _BRANCH_REASONS = ("edited", "repeated", "sibling", "tools_changed", "condensed"
 
 
 def branch_reasons(trajectory: Trajectory) -> dict[str, int]:
-    """Count why the rows of an episode after its first began. Reasons in words are `condensed`, or `template`: what it rewrites."""
+    """Count why the rows of an episode after its first began. Reasons in words are `condensed`, or `template`: what it
+    rewrites."""
     words = (branch.reason.partition(":")[0] for branch in trajectory.branches[1:])
     return dict(Counter(word if word in _BRANCH_REASONS else "template" for word in words))
 
 
 _SUMS = (
-    "episodes", "trainable", "solved", "reward", "queue_seconds", "prompt_tokens", "cached_tokens", "reply_tokens", "cost",
+    "episodes", "trainable", "solved", "reward", "queue_seconds", "prompt_tokens", "cached_tokens", "reply_tokens",
+    "cost",
     "unchecked_prompts", "branches",
 )  # fmt: skip
 

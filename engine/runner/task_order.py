@@ -54,7 +54,8 @@ class _Epochs:
 class DrawFilter:
     """Which draws of tasks are skipped, from the results of earlier steps. It skips none; a plugin has a subclass.
 
-    A skipped draw is consumed. A resumed training gives it the results of the batch log, so it must skip the same draws then.
+    A skipped draw is consumed. A resumed training gives it the results of the batch log, so it must skip the same draws
+    then.
     """
 
     most_skipped = 0
@@ -77,7 +78,8 @@ class DrawFilter:
 
 
 FILTER_DRAWS: Hook[Callable[[TrainSpec, TaskOrder], DrawFilter | None]] = Hook("filter_draws")
-"""Makes the filter of a training's draws; None if its spec asks for none. The `TrainSpec` is the section as it is used."""
+"""Makes the filter of a training's draws; None if its spec asks for none. The `TrainSpec` is the section as it is
+used."""
 
 
 def open_filter(spec: EpisodeSpec, train: TrainSpec, order: TaskOrder) -> DrawFilter:

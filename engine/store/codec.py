@@ -1,7 +1,7 @@
 """Journal records <-> database columns, bit for bit, and the JSON and arrays of all columns.
 
-Invariant: what is read equals what was written: token arrays are stored as raw little-endian bytes (with NaN payloads and
-infinities), floats in JSON with the fewest digits that give the same float.
+Invariant: what is read equals what was written: token arrays are stored as raw little-endian bytes (with NaN payloads
+and infinities), floats in JSON with the fewest digits that give the same float.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def plain_of(value: Any) -> Any:
 
 
 ENCODER = msgspec.json.Encoder(enc_hook=plain_of)
-"""Much faster than Pydantic's with structs. It writes other bytes for NaN, infinities and floats from 1e16, so values of code outside the
-engine are compared, or left to Pydantic."""
+"""Much faster than Pydantic's with structs. It writes other bytes for NaN, infinities and floats from 1e16, so values
+of code outside the engine are compared, or left to Pydantic."""
 
 
 def json_of(value: Any) -> str:
@@ -82,13 +82,15 @@ class EncodedRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     kind: str
     payload: str
-    """The JSON of the record, without the arrays of a generation. `routed_experts` is the shape of its experts and their bytes each."""
+    """The JSON of the record, without the arrays of a generation. `routed_experts` is the shape of its experts and
+    their bytes each."""
     tokens: bytes | None = None
     """For a generation: int32 ids, then as many float32 log-probs, then the experts, if there are any."""
     size: int
     """Approximate size of payload and tokens in memory, in bytes."""
     record: Record
-    """The record as it will be read back. The episode continues with this one, so that a replay gives the same result."""
+    """The record as it will be read back. The episode continues with this one, so that a replay gives the same
+    result."""
 
 
 def encode_record(record: Record) -> EncodedRecord:

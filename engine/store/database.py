@@ -1,11 +1,12 @@
 """The run's SQLite file: its tables and its one version, checked before anything is read.
 
-Invariant: there is one schema version, checked before anything is read. A file of another version is refused with a message
-that names its version.
+Invariant: there is one schema version, checked before anything is read. A file of another version is refused with a
+message that names its version.
 
-WAL with `synchronous=NORMAL`: a commit survives the death of the process at any instant (`kill -9` included), because the
-operating system has the data by then. A power loss or a crash of the operating system may undo the newest commits (those
-after the last checkpoint that reached the disk), but never half of a commit. A resume runs again what was undone.
+WAL with `synchronous=NORMAL`: a commit survives the death of the process at any instant (`kill -9` included), because
+the operating system has the data by then. A power loss or a crash of the operating system may undo the newest commits
+(those after the last checkpoint that reached the disk), but never half of a commit. A resume runs again what was
+undone.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from engine.store.private import private_file
 FILE = "run.db"
 """The file's name in a run's folder."""
 SCHEMA_VERSION = 6
-"""Written to `PRAGMA user_version`. Files of other versions are refused. Version 5 renamed `Turn.anchor` to `state_key`,
-`EpisodeScore.anchors` to `state_keys`, and the table `flights` to `crash_counts`. Version 6 added the
+"""Written to `PRAGMA user_version`. Files of other versions are refused. Version 5 renamed `Turn.anchor` to
+`state_key`, `EpisodeScore.anchors` to `state_keys`, and the table `flights` to `crash_counts`. Version 6 added the
 tokens of a posting's part."""
 COMPACTED_VERSION = 7
 """Version of a file from which episodes were dropped: it has one more table, see `engine.store.dropped`."""
@@ -40,8 +41,10 @@ _WAL_BYTES = 64 * 2**20
 MAX_ROWS = 64
 """Maximum number of rows of one statement."""
 
-# A journal entry is always added at the end of the table. If the table were keyed by episode, each entry would dirty a page of
-# its own (measured: 3 to 4 times the CPU). The unique index is narrow, and running episodes are next to each other in it.
+# A journal entry is always added at the end of the table. If the table were keyed by episode, each entry would dirty a
+# page of
+# its own (measured: 3 to 4 times the CPU). The unique index is narrow, and running episodes are next to each other in
+# it.
 # `delta` and `after` have no type, because SQLite stores -0.0 in a REAL column as 0.0.
 _TABLES = """
 CREATE TABLE run (
@@ -103,7 +106,8 @@ def create_tables(path: Path) -> None:
             connection.execute(f"PRAGMA page_size = {_PAGE}")
             connection.execute("PRAGMA journal_mode = WAL")
             connection.executescript(
-                f"BEGIN;{_TABLES}PRAGMA application_id = {APPLICATION_ID};PRAGMA user_version = {SCHEMA_VERSION};COMMIT;"
+                f"BEGIN;{_TABLES}PRAGMA application_id = {APPLICATION_ID};PRAGMA user_version = "
+                f"{SCHEMA_VERSION};COMMIT;"
             )
         finally:
             connection.close()
@@ -124,7 +128,8 @@ _DAMAGED = ("SQLITE_CORRUPT", "SQLITE_NOTADB", "SQLITE_IOERR_SHORT_READ", "SQLIT
 
 
 def problem(path: Path | str, error: BaseException, doing: str = "read") -> StoreError:
-    """Return an error of SQLite as one that says what is wrong with a run's file and what to do, without SQLite's words.
+    """Return an error of SQLite as one that says what is wrong with a run's file and what to do, without SQLite's
+    words.
 
     Args:
         path: The file.
@@ -136,7 +141,8 @@ def problem(path: Path | str, error: BaseException, doing: str = "read") -> Stor
         count = len(noted(Path(path).parent))
         had = f", which had {count} ended episodes" if count else ""
         failure = StoreError(
-            f"{path} is damaged: a part of the file{had} cannot be read; restore it and {Path(path).name}-wal from one copy. Without a copy "
+            f"{path} is damaged: a part of the file{had} cannot be read; restore it and {Path(path).name}-wal from one "
+            "copy. Without a copy "
             "`sqlite3 run.db .recover` may save a part; begin a new run"
         )
     else:
@@ -168,7 +174,8 @@ def connect_writer(path: Path) -> sqlite3.Connection:
 
 
 def connect_reader(path: Path) -> sqlite3.Connection:
-    """Open a run file read-only. A writer in another process is not blocked, and its unfinished commits are not visible.
+    """Open a run file read-only. A writer in another process is not blocked, and its unfinished commits are not
+    visible.
 
     Raises:
         StoreError: there is no run, it has another version, or it cannot be opened.
@@ -178,7 +185,8 @@ def connect_reader(path: Path) -> sqlite3.Connection:
     try:
         return _checked(uri, path)
     except sqlite3.OperationalError as error:
-        # A closed run on a read-only file system has no WAL, and none can be created: nobody can write to it, so it is immutable.
+        # A closed run on a read-only file system has no WAL, and none can be created: nobody can write to it, so it is
+        # immutable.
         barred = error.sqlite_errorname == "SQLITE_CANTOPEN" or error.sqlite_errorname.startswith("SQLITE_READONLY")
         if not barred or Path(f"{path}-wal").exists():
             raise problem(path, error) from error
@@ -231,7 +239,8 @@ def check_version(connection: sqlite3.Connection, path: Path) -> None:
     if version not in (SCHEMA_VERSION, COMPACTED_VERSION):
         fix = "upgrade episode-engine" if version > COMPACTED_VERSION else "use the engine that wrote it"
         raise StoreError(
-            f"{path} has store version {version}, and this engine reads versions {SCHEMA_VERSION} and {COMPACTED_VERSION}: {fix}"
+            f"{path} has store version {version}, and this engine reads versions {SCHEMA_VERSION} and "
+            f"{COMPACTED_VERSION}: {fix}"
         )
 
 
@@ -244,8 +253,8 @@ def _insert(table: str, rows: int) -> str:
 def insert(connection: sqlite3.Connection, table: str, rows: Sequence[tuple[Any, ...]]) -> None:
     """Insert rows, many with one statement.
 
-    `executemany` releases the interpreter lock once per row, and each time waits up to 5 ms for a busy event loop; a statement
-    with many rows does so once. The connection keeps the statements of all sizes prepared.
+    `executemany` releases the interpreter lock once per row, and each time waits up to 5 ms for a busy event loop; a
+    statement with many rows does so once. The connection keeps the statements of all sizes prepared.
     """
     for start in range(0, len(rows), MAX_ROWS):
         part = rows[start : start + MAX_ROWS]

@@ -1,10 +1,10 @@
 """An ended episode -> its summary alone: its content is deleted in one commit with the row that says so.
 
-The content of an episode is its journals, trajectory, branches and postings. It is deleted in one commit together with the row
-that says so, so an episode has all of its content or none. Scores of `engine rescore` stay.
+The content of an episode is its journals, trajectory, branches and postings. It is deleted in one commit together with
+the row that says so, so an episode has all of its content or none. Scores of `engine rescore` stay.
 
-A file gets the table `dropped`, and with it `database.COMPACTED_VERSION`, when the first episode is dropped. Engines that do not know
-the table then refuse the file, instead of reading an episode without content.
+A file gets the table `dropped`, and with it `database.COMPACTED_VERSION`, when the first episode is dropped. Engines
+that do not know the table then refuse the file, instead of reading an episode without content.
 """
 
 from __future__ import annotations
@@ -155,7 +155,8 @@ def _size(connection: sqlite3.Connection, number: int) -> int:
 
 
 def drop(connection: sqlite3.Connection, episode_ids: Sequence[str], *, keep_failed: bool = False) -> Content:
-    """Delete the content of a group's episodes, inside the caller's transaction. The caller knows that nothing reads it any more.
+    """Delete the content of a group's episodes, inside the caller's transaction. The caller knows that nothing reads it
+    any more.
 
     Args:
         connection: A connection that is open for writing.

@@ -1,9 +1,11 @@
 """The list of ended episodes beside a run's file, by which a file that has lost some of them is noticed.
 
-SQLite reads a write-ahead log up to its first damaged frame, and a missing one as an empty one: a run whose WAL was cut, damaged
-or not copied opens without an error, with fewer episodes. So the end of an episode is noted here too, after its commit.
+SQLite reads a write-ahead log up to its first damaged frame, and a missing one as an empty one: a run whose WAL was
+cut, damaged or not copied opens without an error, with fewer episodes. So the end of an episode is noted here too,
+after its commit.
 
-Invariant: what is noted was committed. A process that is killed between the commit and the note leaves out the last ones.
+Invariant: what is noted was committed. A process that is killed between the commit and the note leaves out the last
+ones.
 """
 
 from __future__ import annotations
@@ -119,8 +121,10 @@ def report_lost(folders: Sequence[Path], path: Path, connection: sqlite3.Connect
         ids = ", ".join(episode if len(episode) <= _ID else f"{episode[:_ID]}…" for episode in lost[:_SHOWN])
         more = f" and {len(lost) - _SHOWN} more" if len(lost) > _SHOWN else ""
         log.warning(
-            f"{path} is damaged: {len(lost)} of {len(ended)} ended episodes are lost ({ids}{more}), because a file or its write-ahead "
-            "log (run.db, run.db-wal) is missing, cut or damaged; restore both from one copy, or resume: those that are still needed "
+            f"{path} is damaged: {len(lost)} of {len(ended)} ended episodes are lost ({ids}{more}), because a file or "
+            "its write-ahead "
+            "log (run.db, run.db-wal) is missing, cut or damaged; restore both from one copy, or resume: those that "
+            "are still needed "
             "run again"
         )
 

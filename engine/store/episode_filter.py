@@ -3,8 +3,9 @@
     keep = EpisodeFilter(store, "outcome.solved && turns.assistant <= 4")
     keep(trajectory)
 
-The language is that of guards (`engine.machine.guards`), over the same variables with their values at the end of the episode,
-`outcome` and `episode`; in `--turns` also `turn`. Lists of episodes evaluate the same expressions over stored summaries.
+The language is that of guards (`engine.machine.guards`), over the same variables with their values at the end of the
+episode, `outcome` and `episode`; in `--turns` also `turn`. Lists of episodes evaluate the same expressions over stored
+summaries.
 """
 
 from __future__ import annotations
@@ -90,7 +91,8 @@ def compile_filter(expression: str, option: str, variables: Mapping[str, Variabl
         variables: The variables that it may read.
 
     Raises:
-        StoreError: it is not valid: a syntax error, an unknown name (the message has the nearest one), types that do not fit.
+        StoreError: it is not valid: a syntax error, an unknown name (the message has the nearest one), types that do
+            not fit.
     """
     for problem in guard_problems(expression, variables):
         fix = f"; {problem.fix}" if problem.fix else ""
@@ -270,4 +272,5 @@ END_VALUES: dict[str, Callable[[Trajectory], Any]] = {
     "facts": lambda each: each.facts,
     "outcome": _outcome,
 }
-"""The variables whose values a trajectory has. `condensed.times` counts only condensations that made the prompt shorter."""
+"""The variables whose values a trajectory has. `condensed.times` counts only condensations that made the prompt
+shorter."""

@@ -2,10 +2,11 @@
 
 Each function runs inside one commit of the writer (`engine.store.writer`).
 
-The table `crash_counts` says how often an episode was running when the engine died. It has a row from an episode's beginning to its end,
-marked as running while a process drives the episode. A run that is closed normally clears the marks, so a mark that is there when the run
-is opened means a crash: of the machine, by `kill -9`, or of the engine by the code of this episode. A process that stops on purpose but
-cannot write into the store (a full disk, an immediate exit) marks the lock file instead (`RunLock.mark_stopped`).
+The table `crash_counts` says how often an episode was running when the engine died. It has a row from an episode's
+beginning to its end, marked as running while a process drives the episode. A run that is closed normally clears the
+marks, so a mark that is there when the run is opened means a crash: of the machine, by `kill -9`, or of the engine by
+the code of this episode. A process that stops on purpose but cannot write into the store (a full disk, an immediate
+exit) marks the lock file instead (`RunLock.mark_stopped`).
 """
 
 from __future__ import annotations
@@ -106,7 +107,8 @@ def mark_pending(connection: sqlite3.Connection, numbers: Sequence[tuple[int]]) 
 
 
 def restart(connection: sqlite3.Connection, number: int, attempt: int, keep: int) -> list[Any]:
-    """Begin the attempt after `attempt` with the first `keep` journal entries of the first attempt; return its journal rows."""
+    """Begin the attempt after `attempt` with the first `keep` journal entries of the first attempt; return its journal
+    rows."""
     connection.execute(
         f"INSERT INTO journal SELECT episode, ?, {ENTRY} FROM journal WHERE episode = ? AND attempt = 0 AND seq < ?",
         (attempt + 1, number, keep),
@@ -198,15 +200,17 @@ def mark_running(connection: sqlite3.Connection, episode: int) -> None:
 def count_crashes(connection: sqlite3.Connection) -> None:
     """Count one crash for each episode that is still marked as running when the run is opened, and clear the marks.
 
-    The count of an episode that got further in the dead process than ever before restarts at one: an episode that kills the
-    engine does so at one place, and never gets beyond it. So a long episode survives any number of crashes that it did not cause.
+    The count of an episode that got further in the dead process than ever before restarts at one: an episode that kills
+    the engine does so at one place, and never gets beyond it. So a long episode survives any number of crashes that it
+    did not cause.
     """
     connection.execute(
         "UPDATE crash_counts SET running = 0, crashes = 1 + CASE WHEN EXISTS ("
         "SELECT 1 FROM journal j JOIN episodes e ON e.number = j.episode AND e.attempt = j.attempt "
         "WHERE j.episode = crash_counts.episode "
         "AND j.at >= (SELECT at FROM openings ORDER BY rowid DESC LIMIT 1 OFFSET 1) "
-        "AND j.seq > (SELECT coalesce(max(b.seq), -1) FROM journal b WHERE b.episode = j.episode AND b.attempt < j.attempt)"
+        "AND j.seq > (SELECT coalesce(max(b.seq), -1) FROM journal b WHERE b.episode = j.episode AND b.attempt < "
+        "j.attempt)"
         ") THEN 0 ELSE crashes END WHERE running = 1"
     )
 
@@ -217,7 +221,8 @@ def clear_running(connection: sqlite3.Connection) -> None:
 
 
 def crash_counts(connection: sqlite3.Connection) -> dict[str, int]:
-    """Return how many crashes of the engine each episode was running at, by episode id; episodes without a crash are left out."""
+    """Return how many crashes of the engine each episode was running at, by episode id; episodes without a crash are
+    left out."""
     rows = connection.execute(
         "SELECT episodes.id, crash_counts.crashes FROM crash_counts "
         "JOIN episodes ON episodes.number = crash_counts.episode WHERE crash_counts.crashes > 0"

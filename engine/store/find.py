@@ -1,7 +1,7 @@
 """Finds the run that a command-line argument names, and opens one whose episodes are not in one store.
 
-Plugins find and read such runs (the hooks `find_run` and `open_run`). Invariant: one is read completely or refused, never as the empty
-store in its folder.
+Plugins find and read such runs (the hooks `find_run` and `open_run`). Invariant: one is read completely or refused,
+never as the empty store in its folder.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ def find_run(run: Path | str, out: Path | str = "runs") -> Path:
     """Return the folder of a run.
 
     Args:
-        run: A run's folder or its run.db, a folder or URL of shards, a run id, the beginning of exactly one, or `latest`.
+        run: A run's folder or its run.db, a folder or URL of shards, a run id, the beginning of exactly one, or
+            `latest`.
         out: The folder in which runs are stored.
 
     Raises:
@@ -82,7 +83,8 @@ def find_run(run: Path | str, out: Path | str = "runs") -> Path:
 
 
 def is_file(path: Path) -> bool:
-    """Return whether the path is an existing file; False for a path that the system refuses, for example one that is too long."""
+    """Return whether the path is an existing file; False for a path that the system refuses, for example one that is
+    too long."""
     try:
         return path.is_file()
     except (OSError, ValueError):
@@ -90,7 +92,8 @@ def is_file(path: Path) -> bool:
 
 
 def _created(folder: Path) -> tuple[bool, float]:
-    """Return (whether episodes were planned, when the run was created). A run without planned episodes is not the latest."""
+    """Return (whether episodes were planned, when the run was created). A run without planned episodes is not the
+    latest."""
     try:
         with closing(database.connect_reader(folder / database.FILE)) as connection:
             created = float(connection.execute("SELECT created FROM run").fetchone()[0])

@@ -1,10 +1,12 @@
-"""Forks, whose episodes begin with the journals of another run up to an assistant turn; and new attempts at failed episodes.
+"""Forks, whose episodes begin with the journals of another run up to an assistant turn; and new attempts at failed
+episodes.
 
 Invariants:
-- Everything that a fork shares (tasks, journals, images) is copied before it exists under its name. So it no longer needs the other run,
-  and is resumed like any run.
-- A new attempt keeps the journal of the old one, and deletes its trajectory, rows, rewards and scores in the same commit. So a reader sees
-  one attempt of an episode, the newest; `RunReader.journal(episode, attempt)` reads the old one.
+- Everything that a fork shares (tasks, journals, images) is copied before it exists under its name. So it no longer
+  needs the other run, and is resumed like any run.
+- A new attempt keeps the journal of the old one, and deletes its trajectory, rows, rewards and scores in the same
+  commit. So a reader sees one attempt of an episode, the newest; `RunReader.journal(episode, attempt)` reads the old
+  one.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ _DERIVED = ("trajectories", "branches", "postings", "scored")
 
 
 def shared_entries(journal: Sequence[JournalEntry], turn: int) -> Sequence[JournalEntry]:
-    """Return the journal entries that a fork at assistant turn `turn` shares: those before the turn, or all if there is no such turn."""
+    """Return the journal entries that a fork at assistant turn `turn` shares: those before the turn, or all if there is
+    no such turn."""
     replies = [at for at, entry in enumerate(journal) if entry.record.kind == "generation"]
     return journal[: replies[turn]] if turn < len(replies) else journal
 

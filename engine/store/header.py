@@ -60,7 +60,8 @@ class Fork(Contract):
     run: str
     """The other run's id."""
     turn: int
-    """Episodes share the entries before this assistant turn, from 0; episodes without this turn are copied completely."""
+    """Episodes share the entries before this assistant turn, from 0; episodes without this turn are copied
+    completely."""
 
 
 class RunPlugin(Contract):
@@ -69,7 +70,8 @@ class RunPlugin(Contract):
     package: str
     version: str
     used: bool
-    """Whether the spec has a section, a class or a name of it. Without such a plugin the run can be read, but no episode can be run."""
+    """Whether the spec has a section, a class or a name of it. Without such a plugin the run can be read, but no
+    episode can be run."""
     sections: list[str] = Field(default_factory=list)
     """Paths of the keys that a plugin of another package adds to the spec."""
     install: str = ""
@@ -110,10 +112,11 @@ class RunHeader(Contract):
     fork: Fork | None = None
     """The run from which this one was forked; None if it was not."""
     references: list[tuple[list[str | int], str, bool]] = Field(default_factory=list)
-    """Values that are not stored because they may be secret: path, the text in their place (`Bearer ${TOKEN}`), and whether
-    the variable's value is read as YAML."""
+    """Values that are not stored because they may be secret: path, the text in their place (`Bearer ${TOKEN}`), and
+    whether the variable's value is read as YAML."""
     variables: dict[str, str] = Field(default_factory=dict)
-    """The variables that these texts name, each with a digest of its value; an empty digest for a variable that was not set."""
+    """The variables that these texts name, each with a digest of its value; an empty digest for a variable that was not
+    set."""
     salt: str = ""
     """Salt of the digests, in hex."""
 
@@ -202,8 +205,8 @@ class RunHeader(Contract):
                 default, other values stay `${NAME}`: reading a run needs none of them.
 
         Raises:
-            StoreError: a plugin that the spec uses is not installed, and the spec cannot be read without it; with `strict`
-                any such plugin, or a variable that is not set or holds something else. The message names it.
+            StoreError: a plugin that the spec uses is not installed, and the spec cannot be read without it; with
+                `strict` any such plugin, or a variable that is not set or holds something else. The message names it.
         """
         from engine.schemas.episode import EpisodeSpec
         from engine.spec.load import LoadedSpec
@@ -226,7 +229,8 @@ class RunHeader(Contract):
                     f"{self.engine_version}, which wrote it"
                 ) from error
             raise StoreError(
-                f"the spec of run {self.run_id} cannot be read: {error}; was it written by engine {self.engine_version}, or damaged?"
+                f"the spec of run {self.run_id} cannot be read: {error}; was it written by engine "
+                f"{self.engine_version}, or damaged?"
             ) from error
         return LoadedSpec(
             spec=spec,
@@ -302,7 +306,8 @@ def differences(before: Any, after: Any, path: str = "") -> Iterator[tuple[str, 
 
 
 def resumable_keys() -> tuple[str, ...]:
-    """Paths of values that a resume may change: those that a section or a backend names; `*` stands for any characters."""
+    """Paths of values that a resume may change: those that a section or a backend names; `*` stands for any
+    characters."""
     sections = (section for plugin in installed().plugins.values() for section in plugin.sections)
     keys = [section.path(key) for section in sections for key in section.resumable]
     of_backends = dict.fromkeys(key for backend in backend_classes() for key in backend.resumable)
@@ -316,8 +321,8 @@ def changes_of(before: EpisodeSpec, after: EpisodeSpec, allowed: Sequence[str]) 
     Args:
         before: The spec with which it began.
         after: The spec of the resume.
-        allowed: Paths that may change; `*` stands for any characters. One that begins with `*` allows nothing in a `with`,
-            whose keys are those of the spec's code.
+        allowed: Paths that may change; `*` stands for any characters. One that begins with `*` allows nothing in a
+            `with`, whose keys are those of the spec's code.
     """
     changed = sorted({path for path, _, _ in differences(dump(before), dump(after))})
     patterns = {

@@ -31,7 +31,8 @@ class StoredImage(Struct, frozen=True, kw_only=True):
 
 
 def measure(data: bytes, mime: str | None = None) -> StoredImage:
-    """Read an image's media type and size from its header; the pixels are not decoded. See `engine.tokens.pixels.FORMATS`.
+    """Read an image's media type and size from its header; the pixels are not decoded. See
+    `engine.tokens.pixels.FORMATS`.
 
     Raises:
         StoreError: the bytes are not an image in one of the formats, or the header claims too many pixels.
@@ -48,7 +49,8 @@ def measure(data: bytes, mime: str | None = None) -> StoredImage:
         raise StoreError(f"an image of {len(data)} bytes is not stored: {error}") from error
     except (UnidentifiedImageError, OSError, SyntaxError, ValueError) as error:
         raise StoreError(
-            f"{len(data)} bytes are not an image that can be read: {error}; give the bytes of a PNG, JPEG, WebP, GIF or BMP file"
+            f"{len(data)} bytes are not an image that can be read: {error}; give the bytes of a PNG, JPEG, WebP, GIF "
+            "or BMP file"
         ) from error
     return StoredImage(digest=digest_of(data), mime=kind, width=width, height=height, data=data)
 

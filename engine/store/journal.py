@@ -121,8 +121,8 @@ class Journal:
     async def finish(self, make: Callable[[], Trajectory], judge: Judge | None = None) -> Trajectory:
         """Write the held entry and the result in one commit; the cancellation of the caller is raised after it.
 
-        The held entry is written alone if no result can be made, or if the caller is cancelled and the judge does not answer
-        soon. So a resume finishes the episode, and never performs its last action again.
+        The held entry is written alone if no result can be made, or if the caller is cancelled and the judge does not
+        answer soon. So a resume finishes the episode, and never performs its last action again.
 
         Args:
             make: Makes the result. At most `writer.FINISHING` results of an event loop wait in memory to be written.
@@ -184,7 +184,8 @@ class Journal:
         return write
 
     async def restart(self, keep: int = 0) -> None:
-        """Give the attempt up and begin the next one; the old entries are kept. The cancellation of the caller is raised after it.
+        """Give the attempt up and begin the next one; the old entries are kept. The cancellation of the caller is
+        raised after it.
 
         Args:
             keep: Number of entries of the first attempt with which the new one begins: those that a fork shares.

@@ -46,7 +46,8 @@ _INPUTS = ("input_ids", "attention_mask", "mm_token_type_ids")
 
 
 def vision_of(store: RunReader) -> Vision | None:
-    """Load the image processor of the run's model; None if the model has no vision. Loads the tokenizer, but no weights.
+    """Load the image processor of the run's model; None if the model has no vision. Loads the tokenizer, but no
+    weights.
 
     Raises:
         ModelError: The model's files no longer exist.
@@ -179,10 +180,10 @@ def collate(rows: Sequence[Columns], vision: Vision | None = None, *, pad_id: in
 
     Returns:
         input_ids, attention_mask, loss_mask, turn_ids, weight_versions (int64), logprobs, advantages, token_rewards
-        (float32): each [rows, longest]. For rows with routed experts: routed_experts (int32), [rows, longest, layers, top_k], -1 where
-        they are not known. For a model with vision: mm_token_type_ids [rows, longest], the images' tensors
-        under their family's names, and banned_token_ids [ids], which the sampler could not choose: a trainer removes
-        them from its logits as well.
+        (float32): each [rows, longest]. For rows with routed experts: routed_experts (int32), [rows, longest, layers,
+        top_k], -1 where they are not known. For a model with vision: mm_token_type_ids [rows, longest], the images'
+        tensors under their family's names, and banned_token_ids [ids], which the sampler could not choose: a trainer
+        removes them from its logits as well.
 
     Raises:
         StoreError: A row has images, and `vision` is None.

@@ -1,8 +1,8 @@
 """The lock that allows one writer per run.
 
-Invariant: the lock is the kernel's (`flock`), so it ends with the process that held it, also if that was killed. The file says
-which process holds it, and whether that process stopped on purpose: a stop on a full disk, or an immediate exit, can write
-nothing into the store.
+Invariant: the lock is the kernel's (`flock`), so it ends with the process that held it, also if that was killed. The
+file says which process holds it, and whether that process stopped on purpose: a stop on a full disk, or an immediate
+exit, can write nothing into the store.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from engine.store.private import private_file
 
 FILE = "run.lock"
 STOPPED = "stopped"
-"""Written after the process id by `RunLock.mark_stopped`. The file's block is allocated already, so this works on a full disk."""
+"""Written after the process id by `RunLock.mark_stopped`. The file's block is allocated already, so this works on a
+full disk."""
 
 _held: weakref.WeakSet[RunLock] = weakref.WeakSet()
 """The locks that this process holds."""
@@ -43,7 +44,8 @@ class RunLock:
             holder = self._file.read().strip()
             self._file.close()
             raise StoreError(
-                f"{folder} is being written by process {holder or '(unknown)'}; wait for it or stop it (reading needs no lock)"
+                f"{folder} is being written by process {holder or '(unknown)'}; wait for it or stop it (reading needs "
+                "no lock)"
             ) from None
         except OSError as error:
             self._file.close()

@@ -1,4 +1,5 @@
-"""A run's file -> a summary, single episodes, or a stream of episodes, each from one snapshot, also while the run is being written.
+"""A run's file -> a summary, single episodes, or a stream of episodes, each from one snapshot, also while the run is
+being written.
 
 Invariant: each method reads one snapshot and keeps no connection open, so a reader never sees
 an incomplete episode and never prevents the writer from resetting its WAL.
@@ -35,7 +36,8 @@ if TYPE_CHECKING:
     from engine.spec.load import LoadedSpec
 
 RunStatus = Literal["running", "stopped", "interrupted", "done"]
-"""`running`: a writer has it open; `stopped`: its writer died; `interrupted` and `done` are written when it is closed."""
+"""`running`: a writer has it open; `stopped`: its writer died; `interrupted` and `done` are written when it is
+closed."""
 
 _SCORED = "SELECT e.id, s.score FROM scored s JOIN episodes e ON e.number = s.episode WHERE s.label = ?"
 _PAGE = 64
@@ -85,7 +87,8 @@ class RunReader:
         """
         if self.shards_only is not None:
             raise StoreError(
-                f"{self.shards_only} has only the shards of a run, so there is no folder for {name}; say where to write it: --out FILE"
+                f"{self.shards_only} has only the shards of a run, so there is no folder for {name}; say where to "
+                "write it: --out FILE"
             )
         return self.folder / name
 
@@ -131,7 +134,8 @@ class RunReader:
             return space(connection)
 
     def episodes(self, score: str | None = None) -> list[EpisodeRow]:
-        """Return a summary of every episode, in the order of tasks and samples; with `score`, the results of that score.
+        """Return a summary of every episode, in the order of tasks and samples; with `score`, the results of that
+        score.
 
         Raises:
             StoreError: the run has no such score.
@@ -334,13 +338,15 @@ class RunReader:
         row = connection.execute(f"SELECT {EPISODE} FROM episodes WHERE id = ?", (episode_id,)).fetchone()
         if row is None:
             raise StoreError(
-                f"{self.run_id} has no episode `{episode_id}`; `engine show {self.shards_only or self.run_id}` lists them"
+                f"{self.run_id} has no episode `{episode_id}`; `engine show {self.shards_only or self.run_id}` lists "
+                "them"
             )
         return episode_row(row)
 
     @contextmanager
     def snapshot(self) -> Iterator[sqlite3.Connection]:
-        """A read-only connection on one snapshot of the run's file, for queries over its tables (`engine.store.database`).
+        """A read-only connection on one snapshot of the run's file, for queries over its tables
+        (`engine.store.database`).
 
         Close it soon: a long read prevents the writer from resetting its WAL.
 
@@ -352,10 +358,12 @@ class RunReader:
             yield connection
 
     def refresh(self) -> None:
-        """Read what other stores of the run have since; nothing for a run of one store, of which each method reads the newest state."""
+        """Read what other stores of the run have since; nothing for a run of one store, of which each method reads the
+        newest state."""
 
     def contents(self, numbers: Collection[int] | None = None) -> Iterator[tuple[sqlite3.Connection, int]]:
-        """Yield snapshots as `snapshot` gives, of every store that has content of the episodes `numbers` (all by default).
+        """Yield snapshots as `snapshot` gives, of every store that has content of the episodes `numbers` (all by
+        default).
 
         With each comes what is to be added to the episode numbers of its tables: a sharded run has many stores.
         """

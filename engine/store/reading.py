@@ -24,7 +24,8 @@ EPISODE = (
 
 
 class EpisodeRow(Struct, frozen=True, kw_only=True):
-    """Summary of one episode. The fields after `attempt` are None until the episode is done (`started`: until it has begun)."""
+    """Summary of one episode. The fields after `attempt` are None until the episode is done (`started`: until it has
+    begun)."""
 
     number: int
     id: str

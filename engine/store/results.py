@@ -1,10 +1,11 @@
 """The result of an episode <-> rows of the run's tables, bit for bit.
 
 Invariants:
-- A branch's `loss_mask` and `turn_ids` are not stored, because its spans determine them. A branch whose arrays do not match its spans is
-  refused when it is written.
-- Only the journal holds the experts that a sampler chose. A reply has those of all tokens that had none before, up to the last but one of
-  its end: of the prompt's new tokens and its own. So the experts of a branch are those of its turns, one after another.
+- A branch's `loss_mask` and `turn_ids` are not stored, because its spans determine them. A branch whose arrays do not
+  match its spans is refused when it is written.
+- Only the journal holds the experts that a sampler chose. A reply has those of all tokens that had none before, up to
+  the last but one of its end: of the prompt's new tokens and its own. So the experts of a branch are those of its
+  turns, one after another.
 """
 
 from __future__ import annotations
@@ -70,7 +71,8 @@ def encode_trajectory(trajectory: Trajectory) -> EncodedTrajectory:
 
 
 def _trajectory_json(trajectory: Trajectory) -> str:
-    """What `json_of` writes, in a tenth of the time where msgspec writes the values of code outside the engine as Pydantic does."""
+    """What `json_of` writes, in a tenth of the time where msgspec writes the values of code outside the engine as
+    Pydantic does."""
     columns = dict(zip(_BESIDE_ROWS, _beside_rows(trajectory), strict=True))
     outcome, messages = trajectory.outcome, trajectory.messages
     outside = [

@@ -1,4 +1,5 @@
-"""The messages that the model was shown at each turn of a stored episode: after a condensation the shorter thread, not the whole conversation."""
+"""The messages that the model was shown at each turn of a stored episode: after a condensation the shorter thread, not
+the whole conversation."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ if TYPE_CHECKING:
 
 
 def reply_numbers(trajectory: Trajectory) -> list[int]:
-    """For each turn: the number of its reply in `Trajectory.messages`. Examples of replies in the prompt come before all of them."""
+    """For each turn: the number of its reply in `Trajectory.messages`. Examples of replies in the prompt come before
+    all of them."""
     replies = [at for at, message in enumerate(trajectory.messages) if message.role == "assistant"]
     return replies[len(replies) - len(trajectory.turns) :]
 

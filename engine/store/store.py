@@ -82,7 +82,8 @@ class RunStore(RunReader):
             folder: The folder in which runs are stored.
             header: The run's header.
             source: For a fork (`header.fork`), the run from which it is forked.
-            name: Name of the run's own folder, if it is not the run's id: each driver of a sharded run has a store of the same run.
+            name: Name of the run's own folder, if it is not the run's id: each driver of a sharded run has a store of
+                the same run.
 
         Raises:
             StoreError: that folder exists, or cannot be written.
@@ -137,7 +138,8 @@ class RunStore(RunReader):
             if readonly:
                 return reader
             raise StoreError(
-                f"{reader.shards_only} has only the shards of a run, which can be read; to write, give the folder of the run"
+                f"{reader.shards_only} has only the shards of a run, which can be read; to write, give the folder of "
+                "the run"
             )
         header = own_header(folder)
         if readonly:
@@ -164,7 +166,8 @@ class RunStore(RunReader):
     # --- writing ---
 
     def crashes(self) -> dict[str, int]:
-        """Return how many crashes of the engine each episode was running at, by episode id; see `engine.store.episode_rows`."""
+        """Return how many crashes of the engine each episode was running at, by episode id; see
+        `engine.store.episode_rows`."""
         with self.snapshot() as connection:
             return episode_rows.crash_counts(connection)
 
@@ -183,7 +186,8 @@ class RunStore(RunReader):
         Args:
             task: Its task.
             sample_index: Its number among the episodes of the task.
-            attempt: Number of its first attempt in this store: greater than 0 if earlier attempts were made in stores of other drivers.
+            attempt: Number of its first attempt in this store: greater than 0 if earlier attempts were made in stores
+                of other drivers.
 
         Returns:
             The journal of its current attempt: without entries for a new episode.
@@ -217,7 +221,8 @@ class RunStore(RunReader):
         return ids
 
     async def drop(self, episode_ids: Sequence[str], *, keep_failed: bool = False) -> dropped.Content:
-        """Delete the content of a group's episodes in one commit. The space is used for the next episodes; see `engine.store.dropped`.
+        """Delete the content of a group's episodes in one commit. The space is used for the next episodes; see
+        `engine.store.dropped`.
 
         Args:
             episode_ids: Episodes that do not run, and that nothing reads any more.

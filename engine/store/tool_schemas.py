@@ -1,6 +1,7 @@
 """An episode -> the schemas of the tools that it was shown, kept in `tools.jsonl` of the run's folder.
 
-Invariant: the first line has the tools of every episode that has no line of its own. So a run whose episodes share their tools has one line.
+Invariant: the first line has the tools of every episode that has no line of its own. So a run whose episodes share
+their tools has one line.
 """
 
 from __future__ import annotations
@@ -85,6 +86,7 @@ class ToolSchemas:
             raise StoreError(f"{self._path} cannot be written: {error}") from error
 
     def of(self, episode_id: str) -> str:
-        """The tools of an episode in OpenAI's form, as the JSON text of a list; empty if it has none, or none are known."""
+        """The tools of an episode in OpenAI's form, as the JSON text of a list; empty if it has none, or none are
+        known."""
         tools = self._own.get(episode_id, self._shared)
         return "" if tools in (None, b"[]") else tools.decode()

@@ -41,7 +41,8 @@ def begin(out: Path, header: RunHeader) -> Path:
     """Make the folder of a new training and write its header.
 
     Raises:
-        TrainError: kind `train_setup`: the folder exists with a header, or cannot be written. A folder without header, which a kill leaves, is used.
+        TrainError: kind `train_setup`: the folder exists with a header, or cannot be written. A folder without header,
+            which a kill leaves, is used.
     """
     folder = out / header.run_id
     try:

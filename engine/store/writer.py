@@ -1,13 +1,14 @@
 """Writes of many episodes -> commits of one thread: what is acknowledged survives, in order and without a gap.
 
 Invariants:
-- A write is durable only after the commit that holds it, and every write ends: durable with its result, or with a StoreError.
+- A write is durable only after the commit that holds it, and every write ends: durable with its result, or with a
+  StoreError.
 - All writes that are submitted during a commit form the next commit. An event loop submits once per
   iteration and is woken once per commit, however many of its tasks wait.
-- A write that fails (for example a duplicate) fails alone: its commit is rolled back and each write is tried separately.
-  After a failed write nothing else of that episode is written, so a journal never has a gap.
-- The amount of unwritten data is bounded: if a loop has more than `BOUND` unwritten bytes, its further writes are parked,
-  and who makes them waits.
+- A write that fails (for example a duplicate) fails alone: its commit is rolled back and each write is tried
+  separately. After a failed write nothing else of that episode is written, so a journal never has a gap.
+- The amount of unwritten data is bounded: if a loop has more than `BOUND` unwritten bytes, its further writes are
+  parked, and who makes them waits.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ _BATCH = 1024
 OVERHEAD = 512
 """Bytes that a write counts in addition to its payload."""
 FINISHING = 64
-"""Maximum number of results of one event loop that wait in memory to be written; each is several times as large as its episode."""
+"""Maximum number of results of one event loop that wait in memory to be written; each is several times as large as its
+episode."""
 
 
 class OrderedWrites(Protocol):
@@ -48,7 +50,8 @@ class OrderedWrites(Protocol):
 
 
 class Write(msgspec.Struct, eq=False, kw_only=True):
-    """One write: a journal row, or a function of the connection. Awaiting it waits for its commit, and raises its error.
+    """One write: a journal row, or a function of the connection. Awaiting it waits for its commit, and raises its
+    error.
 
     It is made whether somebody waits or not; cancelling who waits does not take it back.
     """
@@ -60,7 +63,8 @@ class Write(msgspec.Struct, eq=False, kw_only=True):
     durable: bool = False
     """Whether it is committed. Set by the loop's thread, as what follows."""
     parked: bool = False
-    """Whether it waits until the loop has fewer unwritten bytes. Its episode must await it, so that no more are parked."""
+    """Whether it waits until the loop has fewer unwritten bytes. Its episode must await it, so that no more are
+    parked."""
     waiter: asyncio.Future[None] | None = None
     """Made when somebody waits."""
     result: Any = None
@@ -92,7 +96,8 @@ class Lane:
         self._queue = queue
 
     def put(self, write: Write, *, at_once: bool = False) -> Write:
-        """Submit a write, in the order of the calls; it is parked while the bound is exceeded, unless it is put at once."""
+        """Submit a write, in the order of the calls; it is parked while the bound is exceeded, unless it is put at
+        once."""
         if (self.parked or self.weight > BOUND) and not at_once:
             write.parked = True
             self.parked.append(write)
@@ -161,8 +166,8 @@ class Writer:
     ) -> Write:
         """Call a function with the connection inside a commit; awaiting the write returns its result.
 
-        With `at_once` the bound is ignored; the caller bounds the number of those calls. A commit that fails is rolled back and
-        tried again write by write, so the function may be called twice.
+        With `at_once` the bound is ignored; the caller bounds the number of those calls. A commit that fails is rolled
+        back and tried again write by write, so the function may be called twice.
 
         Raises:
             StoreError: the writer is closed, or has failed.

@@ -12,7 +12,8 @@
     families.py       known model families, through the library `renderers`
     choosing.py       which reader parses a template's replies
     toolcalls/        tool calls that are written as text, one class per format
-    tokenizer.py      a tokenizer, called directly (plain_tokenizer.py, byte_level.py), and text that only spells special tokens
+    tokenizer.py      a tokenizer, called directly (plain_tokenizer.py, byte_level.py), and text that only
+                      spells special tokens
     jinja.py          templates compiled as transformers does; jinja_source.py, for quoted text too
     vision.py         how images become tokens (images.py); pixels.py scales them, in processes too
     vision_families.py  what differs between models with images: processors, and tokens of an image from its size alone

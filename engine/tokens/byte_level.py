@@ -1,11 +1,12 @@
 """A byte-level tokenizer's ASCII text -> ids, and its ids -> text, at less cost than the library `tokenizers` has.
 
-Invariant: `AsciiEncoder.encode` gives what the tokenizer gives, or None for a text that the tokenizer must encode: one that is
-not ASCII, spells an added token or is very long. `ByteDecoder.decode` gives what its `ByteLevel` decoder gives.
+Invariant: `AsciiEncoder.encode` gives what the tokenizer gives, or None for a text that the tokenizer must encode: one
+that is not ASCII, spells an added token or is very long. `ByteDecoder.decode` gives what its `ByteLevel` decoder gives.
 
-Such a tokenizer splits text by a regular expression and merges bytes only inside a piece, so the ids of a text are the ids of
-its pieces in order, and each piece is tokenised once. Most of the cost of `encode` is the splitting. For ASCII text, Python's `re`
-splits in the same way: character classes, white space and case mean the same there. Text is decoded by joining the bytes of each id.
+Such a tokenizer splits text by a regular expression and merges bytes only inside a piece, so the ids of a text are the
+ids of its pieces in order, and each piece is tokenised once. Most of the cost of `encode` is the splitting. For ASCII
+text, Python's `re` splits in the same way: character classes, white space and case mean the same there. Text is decoded
+by joining the bytes of each id.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ Cut = Callable[[str], list[str]]
 
 
 def _byte_characters() -> dict[str, int]:
-    """Character -> byte, as byte-level vocabularies write bytes: printable ones as themselves, the others from U+0100 on."""
+    """Character -> byte, as byte-level vocabularies write bytes: printable ones as themselves, the others from U+0100
+    on."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + at): byte for at, byte in enumerate(others)}
@@ -163,7 +165,8 @@ def _state(step: Any) -> Any:
 
 
 def _cuts(step: dict[str, Any]) -> list[Cut] | None:
-    """Functions that split as the steps of a pre-tokenizer do; None where a step is not known, or the last is not ByteLevel."""
+    """Functions that split as the steps of a pre-tokenizer do; None where a step is not known, or the last is not
+    ByteLevel."""
     steps = step["pretokenizers"] if step["type"] == "Sequence" else [step]
     if not steps or [step["type"] == "ByteLevel" for step in steps] != [False] * (len(steps) - 1) + [True]:
         return None
@@ -188,7 +191,8 @@ def _cut(step: dict[str, Any]) -> Cut | None:
 
 
 def _by(pattern: str) -> Cut | None:
-    """Splits ASCII text by a regular expression of `tokenizers`; None where the expression has parts that are not known here."""
+    """Splits ASCII text by a regular expression of `tokenizers`; None where the expression has parts that are not known
+    here."""
     parts: list[str] = []
     inside = False
     for token in _TOKEN.findall(pattern):

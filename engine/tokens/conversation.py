@@ -1,10 +1,10 @@
 """A conversation: messages go in, exact prompts come out, and each branch is one tape.
 
-Invariant: the prompt that a reply is sampled from is the current tape, id for id; sampled ids are never decoded and encoded again,
-and each sampled token is on exactly one tape. After a reply, the next prompt continues the tape with a checked bridge. Where there
-is none, `history: branch` begins a tape with the thread as the template writes it now, and `history: keep` continues with the sampled
-tokens as they are, or raises `BridgeError`. A prompt that gets no reply is removed (`take_back`), so the tapes depend on messages and
-samples only, and not on failed attempts.
+Invariant: the prompt that a reply is sampled from is the current tape, id for id; sampled ids are never decoded and
+encoded again, and each sampled token is on exactly one tape. After a reply, the next prompt continues the tape with a
+checked bridge. Where there is none, `history: branch` begins a tape with the thread as the template writes it now, and
+`history: keep` continues with the sampled tokens as they are, or raises `BridgeError`. A prompt that gets no reply is
+removed (`take_back`), so the tapes depend on messages and samples only, and not on failed attempts.
 
     conversation = Conversation(template, tools=[], history="branch")
     conversation.open([Message(role="user", content="What is 2 + 2?")])
@@ -146,7 +146,8 @@ class Conversation:
         """Characters of the messages since the last prompt, which the next one tokenises."""
 
         self.tapes: list[Tape] = []
-        """One for each branch, in the order in which they began. Only one without a turn is ever removed or replaced."""
+        """One for each branch, in the order in which they began. Only one without a turn is ever removed or
+        replaced."""
         self._at = -1
         """Number of the current tape; -1 before the first."""
         self.turns: list[TurnPlace] = []
@@ -218,7 +219,8 @@ class Conversation:
             self._say(message)
 
     def show(self, thread: Sequence[int | Message], reason: str, tokens: int) -> None:
-        """Show the model another thread of `tokens` tokens (`measure`) from the next prompt on, which begins a branch for this reason.
+        """Show the model another thread of `tokens` tokens (`measure`) from the next prompt on, which begins a branch
+        for this reason.
 
         Its items are numbers of `messages` that are shown now, or messages that stand for others.
 
@@ -364,7 +366,8 @@ class Conversation:
             self._begin(bridge)
 
     def _begin(self, reason: str, *, anew: bool = False) -> None:
-        """Begin a tape with the whole thread, unless its ids continue the current one; `anew`: the current one has them already."""
+        """Begin a tape with the whole thread, unless its ids continue the current one; `anew`: the current one has them
+        already."""
         tape = self.tape
         render = self.template.render if tape is not None else self.template.render_opening
         ids, images = self.template.expanded(render(self.thread.views(), self.tools), self.thread.messages)
@@ -420,7 +423,8 @@ class Conversation:
         return self._replied(parsed, TurnPlace(self._at, start, end), ids)
 
     def _reply_in_text(self, tape: Tape, generation: Generation, text: str, turn: int) -> Reply:
-        """The reply of a backend that gives text and no ids: nothing counts as sampled, and its text is on the tape with loss mask 0."""
+        """The reply of a backend that gives text and no ids: nothing counts as sampled, and its text is on the tape
+        with loss mask 0."""
         start, end = tape.append_reply(generation, turn)
         replies = self.template.replies
         self._undo = self._prompt = None
@@ -469,7 +473,8 @@ class Conversation:
         """Refuse a reply that the model cannot have sampled. The reply that was checked last is not checked again.
 
         Raises:
-            BackendError, ImageError: As `ChatTemplate.check_sampled`; or experts are not those of the tokens that they were requested
+            BackendError, ImageError: As `ChatTemplate.check_sampled`; or experts are not those of the tokens that they
+            were requested
                 for (`bad_reply`).
         """
         if generation is self.checked:
@@ -499,7 +504,8 @@ class Conversation:
         return self.template.decode(ids[:-1] if int(ids[-1]) in self.template.stop_set else ids)
 
     def branches(self, untrained: Collection[int] = ()) -> list[Branch]:
-        """One training row for each tape that has a reply (or the first tape, where none has), up to its last sampled token.
+        """One training row for each tape that has a reply (or the first tape, where none has), up to its last sampled
+        token.
 
         Args:
             untrained: Turns that are not trained: their spans are `unreceived`.
@@ -531,8 +537,9 @@ class Conversation:
     ) -> None:
         """Continue after an earlier reply, or begin another thread.
 
-        The next prompt continues the reply's tape, if nothing follows the reply there and the tools are the same. Otherwise it
-        begins a branch: with the tape's own ids up to the reply (not trained again), or rendered anew for other tools.
+        The next prompt continues the reply's tape, if nothing follows the reply there and the tools are the same.
+        Otherwise it begins a branch: with the tape's own ids up to the reply (not trained again), or rendered anew for
+        other tools.
 
         Args:
             mark: The reply's state; None begins a thread without a reply.
@@ -569,7 +576,8 @@ class Conversation:
     def after(
         self, mark: ConversationMark | None, new: Sequence[Message], tools: Sequence[dict[str, Any]] = ()
     ) -> Conversation:
-        """A conversation whose prompt is the one that `resume_at` with these arguments leads to. This one does not change.
+        """A conversation whose prompt is the one that `resume_at` with these arguments leads to. This one does not
+        change.
 
         Raises:
             RenderError: As `admit`.
@@ -596,7 +604,8 @@ class Conversation:
     def _show_again(
         self, mark: ConversationMark | None, tools: Sequence[dict[str, Any]], *, copy: bool = False
     ) -> None:
-        """Show the thread of a mark, or one without a message. A thread that has grown since, or of another conversation, is copied."""
+        """Show the thread of a mark, or one without a message. A thread that has grown since, or of another
+        conversation, is copied."""
         self.tools, self._begins, self.characters = list(tools) or None, "", 0
         self._kinds, self._prompted, self._end = MessageKinds(), 0, ReplyEnd()
         if mark is None:

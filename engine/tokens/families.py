@@ -1,4 +1,5 @@
-"""Known model families, through the library `renderers`: renderers that parse replies by token. To add one: an entry of `FAMILIES`.
+"""Known model families, through the library `renderers`: renderers that parse replies by token. To add one: an entry of
+`FAMILIES`.
 
 Invariant: for `auto`, the library never renders. The model's chat template renders every prompt, and a family only
 *reads* replies, once choosing.py has found that it reads what this template writes. A family that the spec names in
@@ -34,8 +35,8 @@ class Family(Struct, frozen=True, kw_only=True):
     """What the engine knows of one family."""
 
     mark: str
-    """A token that the family cannot do without. The library takes a second to import, and some families fetch a vocabulary,
-    so `auto` does not try the family on a tokenizer without it."""
+    """A token that the family cannot do without. The library takes a second to import, and some families fetch a
+    vocabulary, so `auto` does not try the family on a tokenizer without it."""
     make: Callable[[FastTokenizer], Any] | None = None
     """Makes the object that parses replies; the library's renderer where left out."""
 
@@ -150,7 +151,8 @@ class FamilyTemplate(ChatTemplate):
         return ids[start:]
 
     def unchecked_bridge(self, reply: View, new: Sequence[View], tools: list[View] | None) -> Bridge | None:
-        """See `ChatTemplate.unchecked_bridge`: the library's own ids, cut at the token that ends a stand-in for the reply."""
+        """See `ChatTemplate.unchecked_bridge`: the library's own ids, cut at the token that ends a stand-in for the
+        reply."""
         stand_in, end = stand_in_for(reply)
         ids = self.render_views([{"role": "user", "content": "Q"}, stand_in, *new], tools)
         text, at = "", 0

@@ -1,10 +1,10 @@
 """The digest of an image of the run -> its bytes, its tokens, and the tensors that the forward pass takes.
 
 Invariants:
-- An image is decoded once to be shown, however many turns and episodes show it. Its pixels are scaled only where a forward pass or a
-  server takes them.
-- Scaled pixels are kept as bytes, up to a limit in memory. Those that were dropped, and those of other processes, are made again
-  from the encoded image, and must have the same grid.
+- An image is decoded once to be shown, however many turns and episodes show it. Its pixels are scaled only where a
+  forward pass or a server takes them.
+- Scaled pixels are kept as bytes, up to a limit in memory. Those that were dropped, and those of other processes, are
+  made again from the encoded image, and must have the same grid.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ class SentImages(Struct, frozen=True, kw_only=True):
 
 
 class ImageBank:
-    """The images of a run and the results of their processing. Shared by all episodes; safe to call from several threads.
+    """The images of a run and the results of their processing. Shared by all episodes; safe to call from several
+    threads.
 
     Args:
         processing: How the model's images are processed.
@@ -234,8 +235,8 @@ class ImageBank:
     def expect(self, digests: Iterable[str]) -> None:
         """Have worker processes scale the images of the coming forward passes ahead, in this order.
 
-        Images that are asked for before a worker has them are scaled by the one who asks. Workers start when this process has
-        spent `after` seconds on scaling.
+        Images that are asked for before a worker has them are scaled by the one who asks. Workers start when this
+        process has spent `after` seconds on scaling.
         """
         if self._seconds < self._after:
             return
@@ -252,7 +253,8 @@ class ImageBank:
         return None if recipe is None else (data, recipe)
 
     def sent(self, digests: Iterable[str]) -> SentImages:
-        """Images for other processes: their bytes, which are much smaller than tensors; tensors where bytes are not known.
+        """Images for other processes: their bytes, which are much smaller than tensors; tensors where bytes are not
+        known.
 
         Raises:
             ImageError: An image is missing.
@@ -298,11 +300,12 @@ class RecentlyUsed(Generic[T]):
 
 
 class PixelsAhead:
-    """Scales expected images in worker processes, a few ahead of those that were taken. Workers start at the first image. A worker that
-    dies, or an image that it cannot scale, costs time only.
+    """Scales expected images in worker processes, a few ahead of those that were taken. Workers start at the first
+    image. A worker that dies, or an image that it cannot scale, costs time only.
 
     Args:
-        processes: Number of workers. Default: `default_processes()`, shared by the processes of a training on this host.
+        processes: Number of workers. Default: `default_processes()`, shared by the processes of a training on this
+            host.
     """
 
     def __init__(self, processes: int | None = None) -> None:

@@ -1,7 +1,7 @@
 """A reference to an image -> its bytes, its size, and what the image processor makes of it.
 
-Only images of prompts are downloaded, once an episode, when it begins: their URLs are the spec's and its rows'. What a tool, an
-environment or a user says may repeat the policy's words, so its URLs are never requested.
+Only images of prompts are downloaded, once an episode, when it begins: their URLs are the spec's and its rows'. What a
+tool, an environment or a user says may repeat the policy's words, so its URLs are never requested.
 """
 
 from __future__ import annotations
@@ -117,8 +117,8 @@ def measure_pixels(data: bytes, most: int, blame: Blame) -> tuple[int, int]:
     """Width and height in pixels, read from the image's header.
 
     Raises:
-        ImageError: It is not a readable image (kind `image_unreadable`), has no pixels (`image_empty`) or more than `most`
-            (`image_too_large`).
+        ImageError: It is not a readable image (kind `image_unreadable`), has no pixels (`image_empty`) or more than
+            `most` (`image_too_large`).
     """
     from PIL import Image
 

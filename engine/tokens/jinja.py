@@ -81,10 +81,11 @@ _PLAIN = frozenset((str, int, bool, dict, list, type(None)))
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """The sandbox, in which what nearly all templates read is not examined each time: the sandbox has nothing to refuse there.
+    """The sandbox, in which what nearly all templates read is not examined each time: the sandbox has nothing to refuse
+    there.
 
-    It does not examine a key of a dict that is not the name of an attribute of the dict, a public attribute of a loop or namespace
-    that holds a plain value, and a public method of a text that is not in `FORMATS`.
+    It does not examine a key of a dict that is not the name of an attribute of the dict, a public attribute of a loop
+    or namespace that holds a plain value, and a public method of a text that is not in `FORMATS`.
     """
 
     def getattr(self, obj: Any, attribute: str) -> Any:

@@ -1,11 +1,13 @@
 """A chat template, compiled once: what `apply_chat_template` writes, without its overhead and without a tokenizer.
 
-A quoted text (tokenizer.py) has marks in the tokens that it spells, so `content.endswith("/nothink")` would be false of a text that ends in
-`/nothink` where that is an added token. A template that is given quoted texts works out tests, lengths and cuts on the text before quoting,
-and keeps the marks in what it writes (`compile_quoted`). A text in which a replacement forms a token is quoted, too.
+A quoted text (tokenizer.py) has marks in the tokens that it spells, so `content.endswith("/nothink")` would be false of
+a text that ends in `/nothink` where that is an added token. A template that is given quoted texts works out tests,
+lengths and cuts on the
+text before quoting, and keeps the marks in what it writes (`compile_quoted`). A text in which a replacement forms a
+token is quoted, too.
 
-Invariant: no token that a quoted text spells is written without its mark. What is not seen through here (a filter that counts characters, say)
-is done to the quoted text; `JinjaSource.text` finds that the result differs, and refuses it.
+Invariant: no token that a quoted text spells is written without its mark. What is not seen through here (a filter that
+counts characters, say) is done to the quoted text; `JinjaSource.text` finds that the result differs, and refuses it.
 """
 
 from __future__ import annotations
@@ -300,7 +302,8 @@ class JinjaSource:
             written = self._seen_through(views, tools, written)
         if _ESCAPED_MARK in written:
             raise RenderError(
-                "text in the conversation spells a special token, and the chat template escapes it (\\ufdd0), so that it cannot be "
+                "text in the conversation spells a special token, and the chat template escapes it (\\ufdd0), so that "
+                "it cannot be "
                 "encoded as plain text; set `model.allow_special: true` if such text may become special tokens"
             )
         return written
@@ -318,7 +321,8 @@ class JinjaSource:
     def _seen_through(self, views: Sequence[View], tools: list[View] | None, written: str) -> str:
         """What the template writes when it tests and cuts texts as they were before quoting, quoted as `written` is.
 
-        The model's own replies stay quoted for its tests: text that only spells a marker of reasoning does not end reasoning.
+        The model's own replies stay quoted for its tests: text that only spells a marker of reasoning does not end
+        reasoning.
 
         Raises:
             RenderError: The template does to texts what cannot be done to quoted ones.
@@ -337,7 +341,8 @@ class JinjaSource:
             wanted = self._render(self._compiled[-1 if tools else 0], plain, tools)
         if unquote(shown).replace(hidden, MARK) != (wanted.replace(hidden, MARK) if marked else unquote(written)):
             raise RenderError(
-                "text in the conversation spells a special token, and the chat template cuts or tests this text in a way that quoted "
+                "text in the conversation spells a special token, and the chat template cuts or tests this text in a "
+                "way that quoted "
                 "text does not allow; set `model.allow_special: true` if such text may become special tokens"
             )
         return shown.replace(hidden, MARK)
@@ -396,5 +401,8 @@ def _advice(views: Sequence[View]) -> str:
     if any(view["role"] == "tool" for view in views):
         advice = ". If it knows no tool messages, set model.tool_role: user"
     if any(view["role"] == "system" for view in views[1:]):
-        advice += ". If it wants no system message after the first message, set model.hidden_roles: [system] to leave them out"
+        advice += (
+            ". If it wants no system message after the first message, set model.hidden_roles: [system] to leave them "
+            "out"
+        )
     return advice

@@ -1,12 +1,12 @@
 """Any chat template: a bridge that is checked by prefix, at token level.
 
-Invariant: a bridge is what the template itself writes after a stand-in reply for the actual new messages, cut at the added
-token that ends replies, or at the one that begins the next message where replies have no end of their own. It is used only
-once `check.check_bridge` has found, for messages of these kinds, that the template writes exactly that after the real conversation,
-and that it shows the conversation as before.
+Invariant: a bridge is what the template itself writes after a stand-in reply for the actual new messages, cut at the
+added token that ends replies, or at the one that begins the next message where replies have no end of their own. It is
+used only once `check.check_bridge` has found, for messages of these kinds, that the template writes exactly that after
+the real conversation, and that it shows the conversation as before.
 
-A template that writes no added token after a reply has no bridge (a merge of the tokenizer could cross the cut). Every turn
-then begins a branch, which is as exact and costs O(conversation).
+A template that writes no added token after a reply has no bridge (a merge of the tokenizer could cross the cut). Every
+turn then begins a branch, which is as exact and costs O(conversation).
 """
 
 from __future__ import annotations
@@ -105,7 +105,8 @@ class Ends(Struct, frozen=True, kw_only=True):
     close: int | None
     """The added token that ends every reply."""
     openers: list[int]
-    """Where replies have no end token: the added tokens that begin what follows. The model samples them to end its reply."""
+    """Where replies have no end token: the added tokens that begin what follows. The model samples them to end its
+    reply."""
     tokens: list[str]
     """The added tokens that were found after a reply, as text."""
 

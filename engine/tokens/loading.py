@@ -51,13 +51,15 @@ def load_format(model: ModelSpec, base: Path) -> ChatTemplate:
     else:
         if model.template_patches:
             raise RenderError(
-                f"model.template_patches has no effect with `renderer: {model.renderer}`, which renders without the chat template; leave one out"
+                f"model.template_patches has no effect with `renderer: {model.renderer}`, which renders without the "
+                "chat template; leave one out"
             )
         chat_format = family_format(fast, model, base, vocab_size=size, context=context)
     chat_format.vision = vision
     if vision is None and config.get("vision_config"):
         chat_format.no_vision_fix = (
-            f"images of `{config.get('model_type')}` models are not supported: take one of {', '.join(FAMILIES)}, or show "
+            f"images of `{config.get('model_type')}` models are not supported: take one of {', '.join(FAMILIES)}, or "
+            "show "
             "this model text alone"
         )
     return chat_format
@@ -86,7 +88,8 @@ def _load_template(tokenizer: FastTokenizer, model: ModelSpec) -> JinjaSource:
         source, names = patched(plain, model.template_patches)
         if not names:
             raise RenderError(
-                f"model.template_patches: no patch is known for the chat template of {model.path!r} (hash {template_hash(plain)}); leave it out"
+                f"model.template_patches: no patch is known for the chat template of {model.path!r} (hash "
+                f"{template_hash(plain)}); leave it out"
             )
         with_tools = source if with_tools == plain else with_tools
         full.chat_template = source if source == with_tools else {"default": source, "tool_use": with_tools}

@@ -3,8 +3,8 @@
     source, names = patched(source, True)          # every patch that is known for this template
     source, names = patched(source, ["keep-thinking"])
 
-Invariant: a patch changes only templates whose hash it lists, so it never meets a text that it was not tested on. Patches of one
-template can be combined.
+Invariant: a patch changes only templates whose hash it lists, so it never meets a text that it was not tested on.
+Patches of one template can be combined.
 """
 
 from __future__ import annotations
@@ -40,7 +40,10 @@ _QWEN3 = {
     "a55ee1b1660128b7": "Qwen3 (2025-05 and later)",
     "87a2728cb8dc9fe4": "Qwen3 (first release)",
 }
-_KEEP = "The template leaves out the reasoning of replies before the newest question, so each new question begins a branch. All reasoning stays."
+_KEEP = (
+    "The template leaves out the reasoning of replies before the newest question, so each new question begins a "
+    "branch. All reasoning stays."
+)
 _ARGUMENTS = "tool['function']['arguments']"
 PATCHES: tuple[Patch, ...] = (
     Patch(
@@ -51,7 +54,8 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         name="keep-thinking",
-        about=f"{_KEEP} The generation prompt of these models opens the reasoning, so every reply is shown with its markers.",
+        about=f"{_KEEP} The generation prompt of these models opens the reasoning, so every reply is shown with its "
+        "markers.",
         hashes={"a4aee8afcf2e0711": "Qwen3.5, thinking", "273d8e0e683b8850": "Qwen3.5, not thinking"},
         edits=(Edit(find="loop.index0 > ns.last_query_index", put="true"),),
     ),
@@ -63,13 +67,15 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         name="empty-thinking",
-        about="With `template_kwargs: {enable_thinking: false}` the generation prompt has an empty reasoning, which earlier replies are shown without, so "
+        about="With `template_kwargs: {enable_thinking: false}` the generation prompt has an empty reasoning, which "
+        "earlier replies are shown without, so "
         "each turn begins a branch. Earlier replies are shown with it.",
         hashes=_QWEN3,
         edits=(
             Edit(
                 find="'<|im_start|>' + message.role + '\\n' + content }}",
-                put="'<|im_start|>' + message.role + '\\n' + ('<think>\\n\\n</think>\\n\\n' if enable_thinking is defined and enable_thinking is "
+                put="'<|im_start|>' + message.role + '\\n' + ('<think>\\n\\n</think>\\n\\n' if enable_thinking is "
+                "defined and enable_thinking is "
                 "false else '') + content }}",
                 times=2,
             ),
@@ -77,26 +83,30 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         name="orphan-think",
-        about="The generation prompt ends with `<think>`, so replies hold only `</think>`, and the template leaves out their reasoning. Replies are shown as "
+        about="The generation prompt ends with `<think>`, so replies hold only `</think>`, and the template leaves out "
+        "their reasoning. Replies are shown as "
         "they were sampled, behind the `<think>` of the prompt.",
         hashes={"56a1447ad31926fd": "DeepSeek-R1-Distill", "563b1ce7d61d50a9": "DeepSeek-R1"},
         edits=(
             Edit(
                 find="{% if '</think>' in content %}{% set content = content.split('</think>')[-1] %}{% endif %}",
-                put="{% if '</think>' in content and not content.startswith('<think>') %}{% set content = '<think>\\n' + content %}{% endif %}",
+                put="{% if '</think>' in content and not content.startswith('<think>') %}{% set content = '<think>\\n' "
+                "+ content %}{% endif %}",
             ),
         ),
     ),
     Patch(
         name="tool-calls",
-        about="The template fails on arguments that are objects, and writes `<｜tool▁calls▁begin｜>` and `<｜tool▁outputs▁begin｜>` only for the first reply with "
+        about="The template fails on arguments that are objects, and writes `<｜tool▁calls▁begin｜>` and "
+        "`<｜tool▁outputs▁begin｜>` only for the first reply with "
         "calls of a conversation. Arguments are written as JSON, and both marks for each reply.",
         hashes={"563b1ce7d61d50a9": "DeepSeek-R1"},
         edits=(
             Edit(find=_ARGUMENTS, put=f"({_ARGUMENTS} if {_ARGUMENTS} is string else {_ARGUMENTS} | tojson)", times=3),
             Edit(
                 find="'tool_calls' in message %}{%- set ns.is_tool = false -%}",
-                put="'tool_calls' in message %}{%- set ns.is_tool = false -%}{%- set ns.is_first = false -%}{%- set ns.is_output_first = true -%}",
+                put="'tool_calls' in message %}{%- set ns.is_tool = false -%}{%- set ns.is_first = false -%}{%- set "
+                "ns.is_output_first = true -%}",
             ),
         ),
     ),

@@ -1,7 +1,9 @@
-"""Scaling of images to uint8 pixels, with Pillow alone: in this process, or in a worker process (`scale`), which imports nothing else.
+"""Scaling of images to uint8 pixels, with Pillow alone: in this process, or in a worker process (`scale`), which
+imports nothing else.
 
-Invariant: the pixels are those that the image processors of transformers scale an image to (`convert_to_rgb`, `resize`), before they
-rescale and normalise them. `vision_families.py` compares them with the model's own processor before it relies on them.
+Invariant: the pixels are those that the image processors of transformers scale an image to (`convert_to_rgb`,
+`resize`), before they rescale and normalise them. `vision_families.py` compares them with the model's own processor
+before it relies on them.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ if TYPE_CHECKING:
     import numpy as np
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
-"""Formats that are read, by Pillow's names. Others are refused before they are opened: Pillow gives EPS to Ghostscript."""
+"""Formats that are read, by Pillow's names. Others are refused before they are opened: Pillow gives EPS to
+Ghostscript."""
 MODES = frozenset({"1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "I;16"})
 """Pillow's modes of pixels that `to_rgb` converts as transformers does."""
 
@@ -27,7 +30,8 @@ class Recipe(NamedTuple):
     sizes: tuple[tuple[int, int], ...]
     """(width, height) of each scaling, in order."""
     tile: int
-    """0: one image. Else the side of the square tiles that a larger image is cut into; the whole image, scaled to one tile, follows."""
+    """0: one image. Else the side of the square tiles that a larger image is cut into; the whole image, scaled to one
+    tile, follows."""
     resample: int
     """Pillow's filter."""
 

@@ -1,8 +1,8 @@
 """A tokenizer's folder that needs no model-specific code -> the tokenizer, without the import of transformers.
 
 Invariant: a folder is read here only where transformers is known to give the same tokenizer: it takes tokenizer.json
-unchanged, or rebuilds exactly its content. `read_plain` gives None for every other folder, and transformers then reads it. All
-attributes that turns do not need are those of transformers' tokenizer, which is imported at the first use.
+unchanged, or rebuilds exactly its content. `read_plain` gives None for every other folder, and transformers then reads
+it. All attributes that turns do not need are those of transformers' tokenizer, which is imported at the first use.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ Invariants, which `append` and `append_reply` check; there is no other way to ad
   version and its assistant turn, and turns only grow.
 - Expert choices (`backend.routed_experts`) are those of the first `routed` tokens, without a gap.
 - Placeholders of images are inside images and nowhere else, as many as each image has; none is sampled.
-- A token is never changed. Prompt tokens with no sampled token after them can be removed (`cut`). A view that `ids` gave
-  stays valid.
+- A token is never changed. Prompt tokens with no sampled token after them can be removed (`cut`). A view that `ids`
+  gave stays valid.
 
 The tape holds one int32 buffer of ids, one float32 buffer of the sampled tokens' log-probs, and a few integers per
 span: about 4 bytes per token, and 4 more per sampled token.
@@ -44,7 +44,8 @@ _CODE: dict[str, int] = {"prompt": _PROMPT, "bridge": _BRIDGE, "closing": _CLOSI
 _FIELDS = 4
 """Integers of one span's record: kind, start, end, turn."""
 _RUN = 3
-"""Integers of one run's record: (version, start, end): tokens [start, end) of the tape were sampled with weights `version`."""
+"""Integers of one run's record: (version, start, end): tokens [start, end) of the tape were sampled with weights
+`version`."""
 _SLACK = 32
 """Spare tokens beyond the half by which a buffer grows."""
 
@@ -178,11 +179,12 @@ class Tape:
             self._put(code, tokens, -1)
 
     def append_reply(self, generation: Generation, turn: int) -> tuple[int, int]:
-        """Append the tokens of a reply, which `Conversation.check` has admitted: those of the vocabulary, and no placeholders.
+        """Append the tokens of a reply, which `Conversation.check` has admitted: those of the vocabulary, and no
+        placeholders.
 
         Args:
-            generation: The reply. Its experts are those of the tokens from number `routed` up to the last but one of the tape
-                after it.
+            generation: The reply. Its experts are those of the tokens from number `routed` up to the last but one of
+                the tape after it.
             turn: The assistant turn, from 0, above every earlier one.
 
         Returns:
@@ -223,7 +225,8 @@ class Tape:
         return start, start + count
 
     def append_text(self, ids: Sequence[int]) -> None:
-        """Append the text of a reply that came without ids, directly after it (`append_reply`): nothing of it counts as sampled."""
+        """Append the text of a reply that came without ids, directly after it (`append_reply`): nothing of it counts as
+        sampled."""
         start = self._length
         self.append("bridge", ids)
         self.texts.append((start, self._length))
@@ -247,7 +250,8 @@ class Tape:
             raise ValueError(f"the experts of {len(experts)} tokens came with a reply; {due} were due")
         if self._experts and experts.shape[1:] != self._experts[0].shape[1:]:
             raise ValueError(
-                f"experts [layers, top_k] of shape {experts.shape[1:]} follow those of shape {self._experts[0].shape[1:]}"
+                f"experts [layers, top_k] of shape {experts.shape[1:]} follow those of shape "
+                f"{self._experts[0].shape[1:]}"
             )
 
     def placed_images(self) -> tuple[list[ImagePart], list[tuple[int, int]]]:
@@ -277,7 +281,8 @@ class Tape:
         del self._spans[spans:], self.images[images:]
 
     def fork(self, end: int, reason: str) -> Tape:
-        """A tape whose prompt is this tape's first `end` tokens. They are not trained there: each sampled token is trained once.
+        """A tape whose prompt is this tape's first `end` tokens. They are not trained there: each sampled token is
+        trained once.
 
         Their experts come again with the first reply on the new tape.
 

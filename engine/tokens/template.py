@@ -1,8 +1,8 @@
 """ChatTemplate: how one model's conversations become tokens.
 
 Invariant: a format never guesses. `render` is the template's own output or an error. Bridges are checked or refused
-(bridge/bridge.py), and replies keep every attempt at a tool call (replies/). All episodes of a run share one format; it holds no
-state of an episode.
+(bridge/bridge.py), and replies keep every attempt at a tool call (replies/). All episodes of a run share one format; it
+holds no state of an episode.
 """
 
 from __future__ import annotations
@@ -80,11 +80,13 @@ class ChatTemplate(ABC):
         self.reader: FamilyReader | None = None
         """Reads replies by token."""
         self.unread_calls = ""
-        """Why tools cannot be used: the template has a syntax for calls that nothing here reads. Empty where they can."""
+        """Why tools cannot be used: the template has a syntax for calls that nothing here reads. Empty where they
+        can."""
         self.other_calls = "hermes or plain, and describe the tools in the prompt"
         """The value to set `model.tool_calls` to where calls are unread."""
         self.vision: Vision | None = None
-        """How images become tokens, for a model that takes images. Ids that this format renders have one marker per image."""
+        """How images become tokens, for a model that takes images. Ids that this format renders have one marker per
+        image."""
         self.no_vision_fix = "use a vision-language model"
         """What to do about images where there is no `vision`."""
         self.knows_tools = False
@@ -140,8 +142,8 @@ class ChatTemplate(ABC):
         """Refuse a reply that no model with this vocabulary can have sampled.
 
         Raises:
-            BackendError: An id is not in the vocabulary (`bad_token`), a log-probability is not finite (`bad_logprob`), or the arrays
-                have other types or shapes than a `Generation` (`bad_reply`).
+            BackendError: An id is not in the vocabulary (`bad_token`), a log-probability is not finite (`bad_logprob`),
+                or the arrays have other types or shapes than a `Generation` (`bad_reply`).
             ImageError: It contains a placeholder of images (`sampled_placeholder`).
         """
         ids, logprobs, size = generation.output_ids, generation.logprobs, self.vocab_size
@@ -152,7 +154,8 @@ class ChatTemplate(ABC):
             or ids.shape != logprobs.shape
         ):
             raise BackendError(
-                "the backend gave a reply whose `output_ids` and `logprobs` are not a flat int32 array and a flat float32 "
+                "the backend gave a reply whose `output_ids` and `logprobs` are not a flat int32 array and a flat "
+                "float32 "
                 "array of one length",
                 kind="bad_reply",
             )
@@ -203,13 +206,15 @@ class ChatTemplate(ABC):
         ids = self.render_views(views, shown)
         if dropped := self.dropped(bytes([kind_of(view, self.looked) for view in views]), shown):
             raise RenderError(
-                f"the chat format {self.name!r} does not show messages of role `{dropped}` here: they would be lost; if it "
+                f"the chat format {self.name!r} does not show messages of role `{dropped}` here: they would be lost; "
+                "if it "
                 f"leaves them out on purpose, set model.hidden_roles: [{dropped}]"
             )
         return ids
 
     def render_opening(self, messages: Sequence[View], tools: Sequence[View] | None = None) -> IntVector:
-        """`render` for messages that many conversations begin with, as all samples of a task do. int32 [tokens], read-only.
+        """`render` for messages that many conversations begin with, as all samples of a task do. int32 [tokens],
+        read-only.
 
         Raises:
             RenderError, ImageError: As `render` does.
@@ -256,7 +261,8 @@ class ChatTemplate(ABC):
 
     @abstractmethod
     def unchecked_bridge(self, reply: View, new: Sequence[View], tools: list[View] | None) -> Bridge | None:
-        """What follows a reply that was cut when `new` comes next, made without the conversation. Used only once proved.
+        """What follows a reply that was cut when `new` comes next, made without the conversation. Used only once
+        proved.
 
         Args:
             reply: The reply; only the names and ids of its calls are read.

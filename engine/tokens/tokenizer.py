@@ -5,11 +5,11 @@ Invariant: `encode` adds no special token of its own and reads special tokens th
 not offered: `renderers` then encodes a message in one pass, and skips the attribution that the engine has no use for.
 
 Users, environments, tools and the model itself may write `<|im_end|>` or `<think>`. A tokenizer reads such text as the
-token, so such text could end a message, open another role or fake the model's reasoning. It is quoted before a chat template
-gets it (`Quoting`), and encoded as plain text (`LiteralEncoder`). A quoted text has one `MARK` after the first character of each added
-token that it spells; a `MARK` that was there before is doubled. A template copies a quoted text like any other text, and finds no token
-in it. The ids of a rendered text with quoted parts are those of the text itself, except that quoted tokens are encoded as any other
-text. A tokenizer that cannot do that is refused.
+token, so such text could end a message, open another role or fake the model's reasoning. It is quoted before a chat
+template gets it (`Quoting`), and encoded as plain text (`LiteralEncoder`). A quoted text has one `MARK` after the first
+character of each added token that it spells; a `MARK` that was there before is doubled. A template copies a quoted text
+like any other text, and finds no token in it. The ids of a rendered text with quoted parts are those of the text
+itself, except that quoted tokens are encoded as any other text. A tokenizer that cannot do that is refused.
 """
 
 from __future__ import annotations
@@ -90,7 +90,8 @@ class Quoting:
         return "".join([*parts, _doubled(text[at:])])
 
     def quote_new(self, text: str, before: str) -> str:
-        """A quoted text that was made of the quoted text `before`, in which the tokens that `before` did not spell are quoted, too."""
+        """A quoted text that was made of the quoted text `before`, in which the tokens that `before` did not spell are
+        quoted, too."""
         if self.spans(before):
             return text
         for start, _ in reversed(self.spans(text)):
@@ -137,7 +138,8 @@ class LiteralEncoder:
     @staticmethod
     def _refusal(why: str) -> RenderError:
         return RenderError(
-            f"text in the conversation spells a special token, and this tokenizer cannot encode it as plain text: {why}; "
+            "text in the conversation spells a special token, and this tokenizer cannot encode it as plain text: "
+            f"{why}; "
             "set `model.allow_special: true` if such text may become special tokens"
         )
 
@@ -272,7 +274,8 @@ class FastTokenizer:
         return list(self.full.encode(text, add_special_tokens=False))
 
     def _encode_between(self, encode: Callable[[str], list[int] | None], text: str) -> list[int] | None:
-        """The ids of a text that is cut at its added tokens; None where one of them cuts it in another way, or a part has no ids."""
+        """The ids of a text that is cut at its added tokens; None where one of them cuts it in another way, or a part
+        has no ids."""
         ids: list[int] = []
         at = 0
         for start, end in [*self.quoting.spans(text), (len(text), len(text))]:

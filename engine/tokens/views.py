@@ -1,4 +1,5 @@
-"""Messages as chat templates read them: dicts in OpenAI's form, in which text that only spells a special token is quoted.
+"""Messages as chat templates read them: dicts in OpenAI's form, in which text that only spells a special token is
+quoted.
 
 Invariant: what a template cannot show is refused, and never left out. See tokenizer.py.
 """
@@ -56,7 +57,8 @@ class MessageViews:
                 return {"role": "user", "content": content}
             if not template.knows_tool_results:
                 raise RenderError(
-                    f"the chat format {template.name!r} does not show messages of role `tool`; set model.tool_role: user"
+                    f"the chat format {template.name!r} does not show messages of role `tool`; set model.tool_role: "
+                    "user"
                 )
             view: View = {"role": "tool", "content": content}
             if message.name is not None:
@@ -71,7 +73,8 @@ class MessageViews:
             if message.tool_calls:
                 if not template.calls_shown:
                     raise RenderError(
-                        f"the chat format {template.name!r} does not show tool calls: they would be lost; write them into the "
+                        f"the chat format {template.name!r} does not show tool calls: they would be lost; write them "
+                        "into the "
                         "message's content as the model is to write them"
                     )
                 view["tool_calls"] = self._calls(message.tool_calls)
@@ -82,7 +85,8 @@ class MessageViews:
 
         Args:
             parsed: The reply.
-            ids: What was sampled, int32 [tokens]: added tokens in it stay tokens, and text that only spells one stays text.
+            ids: What was sampled, int32 [tokens]: added tokens in it stay tokens, and text that only spells one stays
+                text.
         """
         if parsed.bare:
             view: View = {"role": "assistant", "content": parsed.content, "tool_calls": []}
@@ -177,12 +181,14 @@ class MessageViews:
 
 
 class Thread:
-    """The messages that a model is shown, and their views. Its lists only grow, so a thread and a length are a state of it.
+    """The messages that a model is shown, and their views. Its lists only grow, so a thread and a length are a state of
+    it.
 
     Args:
         template: The chat template.
         messages: Its first messages.
-        numbers: By message: its number in `Conversation.messages`; None for one that stands for others. None: the thread is that list.
+        numbers: By message: its number in `Conversation.messages`; None for one that stands for others. None: the
+            thread is that list.
     """
 
     __slots__ = ("_template", "fresh", "intended", "messages", "numbers", "verbatim")
@@ -194,7 +200,8 @@ class Thread:
         self.messages = messages
         self.numbers = numbers
         self.verbatim: dict[int, View] = {}
-        """By place: views of replies that a template gets as they were written (their calls, or text that only spells a token)."""
+        """By place: views of replies that a template gets as they were written (their calls, or text that only spells a
+        token)."""
         self.intended: dict[int, IntendedTokens] = {}
         """By place: where special tokens in the prompt's messages are intended as tokens."""
         self.fresh: dict[int, View] = {}

@@ -1,12 +1,14 @@
 """An image -> the placeholder tokens that one model family's own processor gives it.
 
-A chat template writes one *marker* for an image. The tape holds its *expansion*: one placeholder per feature of the vision
-tower, and the tokens that the family puts around them. Both begin and end with added tokens, at which text is split before it
-is tokenised. So replacing one by the other in ids gives the same as the processor's replacement in text.
+A chat template writes one *marker* for an image. The tape holds its *expansion*: one placeholder per feature of the
+vision tower, and the tokens that the family puts around them. Both begin and end with added tokens, at which text is
+split before it is tokenised. So replacing one by the other in ids gives the same as the processor's replacement in
+text.
 
 Invariants, checked whenever ids are appended and before every request:
 - there are as many markers as images, and as many placeholders as the images' grids require;
-- placeholders are in image spans and nowhere else: text that spells one is refused, and so is a reply with a sampled one.
+- placeholders are in image spans and nowhere else: text that spells one is refused, and so is a reply with a sampled
+  one.
 """
 
 from __future__ import annotations
@@ -104,7 +106,8 @@ class Vision:
         if len(ids) and (wrong := np.isin(ids, self._banned)).any():
             at = int(np.flatnonzero(wrong)[0])
             raise ImageError(
-                f"the model sampled {self._tokenizer.decode([int(ids[at])])!r} (id {int(ids[at])}), which stands for an "
+                f"the model sampled {self._tokenizer.decode([int(ids[at])])!r} (id {int(ids[at])}), which stands for "
+                "an "
                 "image, and there is none",
                 kind="sampled_placeholder",
                 blame="policy",
@@ -248,7 +251,8 @@ class ImageProcessing:
         return None if plan is None else len(self._expansion("", plan.text, plan.grid, plan.placeholders).ids)
 
     def look(self, digest: str, data: bytes) -> tuple[ProcessedImage, PreparedImage | None]:
-        """An image's tokens. Its pixels are decoded, so that an incomplete file is refused where it is shown, and not kept.
+        """An image's tokens. Its pixels are decoded, so that an incomplete file is refused where it is shown, and not
+        kept.
 
         Returns:
             The tokens; and the image's tensors where its tokens are known from the processor only, else None.
@@ -325,12 +329,14 @@ class ImageProcessing:
         """An image at the size of its grid, as an RGB PNG, which is sent to servers in its place.
 
         Servers process images themselves, and their processors decode and scale differently (Pillow, torchvision,
-        nvJPEG: up to 17 grey levels). None of them scales an image that already has its grid's size, so the server's pixels
-        are the pixels of the training rows. This method checks that the processor does not scale the copy; without `sized`, that the
-        copy's tensors equal the image's, bit for bit.
+        nvJPEG: up to 17 grey levels). None of them scales an image that already has its grid's size, so the server's
+            pixels
+        are the pixels of the training rows. This method checks that the processor does not scale the copy; without
+        `sized`, that the copy's tensors equal the image's, bit for bit.
 
         Raises:
-            ImageError: Kind `image_refused`: the processor scales the copy again, because its aspect ratio is too large.
+            ImageError: Kind `image_refused`: the processor scales the copy again, because its aspect ratio is too
+                large.
         """
         image = open_pixels(data)
         plan = self._plan(image.size, image.mode)

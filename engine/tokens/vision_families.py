@@ -3,12 +3,13 @@
 Invariant: an image becomes what the model's own processor gives: its image processor's tensors, and the text of its
 `replace_image_token`. Only the video part, which needs torchvision, is left out.
 
-What becomes of an image is known from its size alone (`SizedImages`): grid, tokens and scaling, without the image. The processor's own
-functions compute the sizes: `smart_resize` of Qwen's, and for tiles its methods, called with an empty image of the size, in a copy of the
-processor whose `resize` notes the size and scales nothing (`_SizesOnly`). The last step, from bytes to normalised floats, is a table of
-256 values per channel that the processor's own `rescale` and `normalize` fill, so the floats are the processor's own, bit for bit.
-`checked` compares all of it with the processor's own results for several images when a model is loaded. A processor that differs, or
-that cannot be told from the size, is asked for each image instead.
+What becomes of an image is known from its size alone (`SizedImages`): grid, tokens and scaling, without the image. The
+processor's own functions compute the sizes: `smart_resize` of Qwen's, and for tiles its methods, called with an empty
+image of the size, in a copy of the processor whose `resize` notes the size and scales nothing (`_SizesOnly`). The last
+step, from bytes to normalised floats, is a table of 256 values per channel that the processor's own `rescale` and
+`normalize` fill, so the floats are the processor's own, bit for bit.
+`checked` compares all of it with the processor's own results for several images when a model is loaded. A processor
+that differs, or that cannot be told from the size, is asked for each image instead.
 """
 
 from __future__ import annotations
@@ -123,7 +124,8 @@ class QwenSizes:
         return {"_frames": self._frames, "_table": self._table}
 
     def plan(self, width: int, height: int) -> ImagePlan:
-        """What becomes of an image of this size; grid: (t, h, w) in patches. Raises: ValueError: the processor refuses this size."""
+        """What becomes of an image of this size; grid: (t, h, w) in patches. Raises: ValueError: the processor refuses
+        this size."""
         factor = self._patch * self._merge
         if self._scaled:
             height, width = self._resize(height, width, factor, **self._limits)
@@ -140,7 +142,8 @@ class QwenSizes:
         )
 
     def arrange(self, pixels: np.ndarray) -> np.ndarray:
-        """The pixels of `ImagePlan.recipe`, uint8 [tiles, height, width, 3], in the order of the tensors: uint8 [patches, 3, side * side]."""
+        """The pixels of `ImagePlan.recipe`, uint8 [tiles, height, width, 3], in the order of the tensors: uint8
+        [patches, 3, side * side]."""
         (image,) = pixels
         side, merge = self._patch, self._merge
         rows, columns = image.shape[0] // side, image.shape[1] // side
@@ -148,7 +151,8 @@ class QwenSizes:
         return np.ascontiguousarray(squares.transpose(0, 3, 1, 4, 6, 2, 5)).reshape(rows * columns, 3, side * side)
 
     def tensors(self, values: np.ndarray, grid: tuple[int, ...]) -> Tensors:
-        """Inputs of the model's forward pass for what `arrange` gave: `pixel_values` float32 [patches, values], `image_grid_thw` int64 [1, 3]."""
+        """Inputs of the model's forward pass for what `arrange` gave: `pixel_values` float32 [patches, values],
+        `image_grid_thw` int64 [1, 3]."""
         pixel_values = np.empty((len(values), 3, self._frames, values.shape[2]), np.float32)
         for start in range(0, len(values), _BLOCK):  # in blocks that stay in the CPU's cache: half of the time
             block = values[start : start + _BLOCK]
@@ -206,7 +210,8 @@ class TiledSizes:
         return np.ascontiguousarray(pixels.transpose(0, 3, 1, 2)).reshape(tiles, 3, height * width)
 
     def tensors(self, values: np.ndarray, grid: tuple[int, ...]) -> Tensors:
-        """See `QwenSizes.tensors`: `pixel_values` float32 [tiles, 3, side, side], `pixel_attention_mask` int64 [tiles, side, side]."""
+        """See `QwenSizes.tensors`: `pixel_values` float32 [tiles, 3, side, side], `pixel_attention_mask` int64 [tiles,
+        side, side]."""
         pixel_values = np.empty(values.shape, np.float32)
         for channel in range(3):
             pixel_values[:, channel] = self._table[channel].take(values[:, channel], mode="clip")
@@ -251,7 +256,8 @@ class FloatImage:
         return sum(array.nbytes for array in self._tensors.values())
 
     def tensors(self) -> Tensors:
-        """Inputs of the forward pass: `pixel_values`, float32 [patches, values] or [tiles, 3, height, width], and what goes with it."""
+        """Inputs of the forward pass: `pixel_values`, float32 [patches, values] or [tiles, 3, height, width], and what
+        goes with it."""
         return self._tensors
 
 
@@ -301,7 +307,8 @@ class VisionFamily(ABC):
     def process(self, processor: Any, image: Any) -> tuple[Tensors, str, tuple[int, ...], int]:
         """One image -> tensors, its expansion as text, its grid, and the number of placeholders for that grid.
 
-        The tensors have the shapes of the processor: [1, …] for an image, or [patches, …] where the family packs patches.
+        The tensors have the shapes of the processor: [1, …] for an image, or [patches, …] where the family packs
+        patches.
 
         Raises:
             ValueError: The processor's result is inconsistent.
@@ -385,7 +392,8 @@ class TiledFamily(VisionFamily):
         """Placeholders of one tile: (image_size / patch_size)**2 / scale_factor**2."""
 
     def _begin(self, processor: Any, image_processor: Any, tokenizer: Any) -> None:
-        """The attributes that Idefics3's and SmolVLM's `__init__` set, under their names; SmolVLM's needs num2words for videos."""
+        """The attributes that Idefics3's and SmolVLM's `__init__` set, under their names; SmolVLM's needs num2words for
+        videos."""
         from transformers.processing_utils import ProcessorMixin
 
         processor.fake_image_token, processor.image_token = "<fake_token_around_image>", "<image>"

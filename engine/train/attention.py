@@ -4,9 +4,11 @@ There are two implementations with the same result:
 
 - *Parts* (CPU): the keys of a segment are used by its own queries (causal attention) and by the queries of all its
   descendants (full attention). Descendants are one contiguous range, so each part is an attention between two slices,
-  without mask and copies. The parts of a query are combined by their log-sum-exps, as in FlashAttention (arXiv 2205.14135,
-  algorithm 1). The backward pass of a part, given the combined output and log-sum-exp, is the exact gradient of that part.
-- *Paths* (GPU, and sliding windows): for each segment, its queries attend to the keys of its ancestors and its own keys.
+  without mask and copies. The parts of a query are combined by their log-sum-exps, as in FlashAttention (arXiv
+  2205.14135, algorithm 1). The backward pass of a part, given the combined output and log-sum-exp, is the exact
+  gradient of that part.
+- *Paths* (GPU, and sliding windows): for each segment, its queries attend to the keys of its ancestors and its own
+  keys.
 
 Invariant: no mask is larger than the tokens of one segment times the tokens of its row.
 """
@@ -205,7 +207,8 @@ def _ancestors(segments: tuple[Segment, ...], index: int) -> list[tuple[int, int
 
 
 def _mask(pack: Pack, index: int, window: int | None, device: torch.device) -> torch.Tensor | None:
-    """Mask of a segment: bool [tokens of the segment, tokens of its row up to its end]. None: plain causal attention."""
+    """Mask of a segment: bool [tokens of the segment, tokens of its row up to its end]. None: plain causal
+    attention."""
     segment = pack.segments[index]
     size, reach = segment.end - segment.start, segment.position + segment.end - segment.start
     if window is None and segment.position == 0:

@@ -1,7 +1,8 @@
-"""Objectives beside the policy's loss: what they compute for the rows of a batch, and what they train by the same passes.
+"""Objectives beside the policy's loss: what they compute for the rows of a batch, and what they train by the same
+passes.
 
-Invariant: an objective adds columns and rewrites no row; an update with a number that is not finite changes neither the policy nor an
-objective.
+Invariant: an objective adds columns and rewrites no row; an update with a number that is not finite changes neither the
+policy nor an objective.
 """
 
 from __future__ import annotations
@@ -36,18 +37,22 @@ class Forward(Struct, frozen=True, eq=False, kw_only=True):
     columns: Sequence[LossColumns]
     """Those of all rows of the update, to which packs refer by numbers."""
     states: Tensor | None
-    """The policy's hidden states before the pack's trained tokens, [n, H], if the objective `reads_states`. With their graph, unless
-    the update leaves the policy as it is."""
+    """The policy's hidden states before the pack's trained tokens, [n, H], if the objective `reads_states`. With their
+    graph, unless the update leaves the policy as it is."""
 
 
 class AuxiliaryObjective:
     """One objective beside the policy's. A subclass defines what it needs."""
 
     epochs: int | None = 0
-    """Passes over a batch in which it is trained; None: as many as the policy. Passes beyond the policy's leave the policy as it is."""
+    """Passes over a batch in which it is trained; None: as many as the policy. Passes beyond the policy's leave the
+    policy as it is."""
     reads_states: bool = False
     """Whether its loss reads `Forward.states`."""
-    diverged = "the loss of an objective beside the policy's, or its gradient's norm, is not finite: the update was not applied"
+    diverged = (
+        "the loss of an objective beside the policy's, or its gradient's norm, is not finite: the update was not "
+        "applied"
+    )
     """The message of an update that is not made; it should say what to lower, and which metrics to look at."""
     optimizer: Optimizer | None = None
     """The optimizer of its own parameters, made by `shard`; None if it has none."""
@@ -76,7 +81,8 @@ class AuxiliaryObjective:
         return False
 
     def predict(self, pack: Pack, states: Tensor | None) -> Tensor | None:
-        """What its loss compares with targets, [n], with a graph to its own parameters. `states`: those of `Forward`."""
+        """What its loss compares with targets, [n], with a graph to its own parameters. `states`: those of
+        `Forward`."""
         return None
 
     def loss(self, pack: Pack, forward: Forward) -> tuple[Tensor, MetricSums] | None:
@@ -84,8 +90,8 @@ class AuxiliaryObjective:
         return None
 
     def clip_gradients(self) -> dict[str, float]:
-        """Sum its gradients over processes and clip them. Returns the norms before, by their metrics; the update must not be made if one
-        is not finite."""
+        """Sum its gradients over processes and clip them. Returns the norms before, by their metrics; the update must
+        not be made if one is not finite."""
         return {}
 
     def update(self) -> None:
@@ -102,7 +108,8 @@ class AuxiliaryObjective:
 
 OBJECTIVES: Hook[Callable[[LoadedSpec, TrainSpec, ChatTemplate, Policy], AuxiliaryObjective | None]]
 OBJECTIVES = Hook("auxiliary_objective")
-"""Makes the objective of a plugin for a training, not sharded; None if the spec needs none. The `TrainSpec` is the section as it is used."""
+"""Makes the objective of a plugin for a training, not sharded; None if the spec needs none. The `TrainSpec` is the
+section as it is used."""
 
 
 def open_objectives(

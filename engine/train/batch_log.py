@@ -1,15 +1,15 @@
 """The batch log of a training: which groups each step was trained on, in `batches.jsonl`.
 
-A line is written after the updates of a step and before its weights are sent to the backend. A resumed training repeats the
-steps after its checkpoint from this log and the run store, so it reaches the weights that the newest episodes were sampled with,
-and samples nothing twice.
+A line is written after the updates of a step and before its weights are sent to the backend. A resumed training repeats
+the steps after its checkpoint from this log and the run store, so it reaches the weights that the newest episodes were
+sampled with, and samples nothing twice.
 
 Invariants:
 - A line is on disk before any token is sampled with the weights that its step made.
 - A step that is repeated has the same rows, the same learning rate and the same number of updates.
 
-Steps after a checkpoint are repeated from it without sampling: each only with exactly the rows that it was trained on. If one of a step's groups
-is not in the store, the log is cut there, and the training continues from the step before.
+Steps after a checkpoint are repeated from it without sampling: each only with exactly the rows that it was trained on.
+If one of a step's groups is not in the store, the log is cut there, and the training continues from the step before.
 """
 
 from __future__ import annotations
@@ -71,7 +71,8 @@ class BatchRecord(Struct, frozen=True):
     skipped: list[int] = msgspec.field(default_factory=list)
     """Numbers of the draws that the filter skipped."""
     solved: dict[str, list[int]] = msgspec.field(default_factory=dict)
-    """With a filter of draws: its results of each group that was sampled, by its number (`difficulty`: solved and all episodes)."""
+    """With a filter of draws: its results of each group that was sampled, by its number (`difficulty`: solved and all
+    episodes)."""
 
     @classmethod
     def of(cls, batch: Batch, order: TaskOrder, solved: dict[str, list[int]] | None = None) -> BatchRecord:
@@ -103,7 +104,8 @@ class BatchLog:
         self._path = folder / BATCHES
 
     def read(self, *, repair: bool = True) -> list[BatchRecord]:
-        """All records, oldest first. A last line that a crash left incomplete is removed from the file, with `repair`, and passed over.
+        """All records, oldest first. A last line that a crash left incomplete is removed from the file, with `repair`,
+        and passed over.
 
         Raises:
             TrainError: kind `checkpoint`: a line is damaged.
@@ -120,7 +122,8 @@ class BatchLog:
                 records.append(BatchRecord(**json.loads(line)))
             except (ValueError, TypeError) as error:
                 raise TrainError(
-                    f"{self._path}:{number} is damaged ({error}); remove this line and those after it. The steps of these "
+                    f"{self._path}:{number} is damaged ({error}); remove this line and those after it. The steps of "
+                    "these "
                     "lines are then sampled again",
                     kind="checkpoint",
                 ) from error
@@ -168,7 +171,8 @@ def check_tasks(records: Sequence[BatchRecord], order: TaskOrder) -> None:
             now = order[int(number)].id
             if now != task_id:
                 raise TrainError(
-                    f"the tasks have changed since this training began: group {number} was of task `{task_id}` and would now be "
+                    f"the tasks have changed since this training began: group {number} was of task `{task_id}` and "
+                    "would now be "
                     f"of `{now}`. Resume with the tasks that it began with, or begin another training",
                     kind="train_setup",
                 )
@@ -190,7 +194,8 @@ def to_repeat(records: Sequence[BatchRecord], step: int) -> list[BatchRecord]:
 
 
 LOSS_TOLERANCE = 1e-3
-"""Largest difference of a repeated step's loss from the recorded one, relative to 1 or to the loss, that is not reported."""
+"""Largest difference of a repeated step's loss from the recorded one, relative to 1 or to the loss, that is not
+reported."""
 
 
 def repeat_steps(

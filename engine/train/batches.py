@@ -1,7 +1,7 @@
 """The training rows of groups, with the bonuses and the treatment of cut replies that the spec asks for.
 
-Invariant: a row is trained on only if all of its token ids are known and its episode is `trainable`: no fault of an environment,
-tool, user or backend ended it.
+Invariant: a row is trained on only if all of its token ids are known and its episode is `trainable`: no fault of an
+environment, tool, user or backend ended it.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 class GroupBuilder:
     """Builds groups and their training rows, with the credit, the bonuses and the treatment of cut replies of the spec.
 
-    If the credit needs a critic's values, or there are KL penalties in the reward, rows have the `credit` that `credited_columns`
-    reads. Advantages are then without penalties; without values they hold the bonuses only.
+    If the credit needs a critic's values, or there are KL penalties in the reward, rows have the `credit` that
+    `credited_columns` reads. Advantages are then without penalties; without values they hold the bonuses only.
 
     Raises:
         EntryError: a bonus function cannot be imported.
@@ -78,7 +78,8 @@ class GroupBuilder:
         return trainable < self._train.smallest_group(self._builder.credit, samples)
 
     def rows(self, trajectories: Sequence[Trajectory]) -> list[TrainingRow]:
-        """Build the training rows of a group, however small it is; bonuses are added to the advantages of trained tokens.
+        """Build the training rows of a group, however small it is; bonuses are added to the advantages of trained
+        tokens.
 
         Raises:
             LedgerError: the credit method cannot be computed.
@@ -136,7 +137,8 @@ def _bonus(bonus: BonusSpec, function: Callable[..., Any], row: TrainingRow, col
 def cut_by(trajectory: Trajectory, limits: LimitsSpec, most: int) -> str | None:
     """The limit that cut an episode; None if it ended by itself.
 
-    An episode that ended because its last reply was cut has no limit in its outcome: it is that of the reply. `most`: tokens of a reply.
+    An episode that ended because its last reply was cut has no limit in its outcome: it is that of the reply. `most`:
+    tokens of a reply.
     """
     outcome = trajectory.outcome
     if outcome.limit is not None or outcome.event != "truncated" or not trajectory.turns:

@@ -1,8 +1,10 @@
 """A training at a step <-> its checkpoint: the complete state from which it is resumed.
 
     checkpoints/step-000010/
-        state.json              format, step, version, consumed groups, the best evaluation so far, names and versions of parts
-        policy/                 part: trained parameters, those of 16 bits in float32; a file for each process (`tensor_files.py`)
+        state.json              format, step, version, consumed groups, the best evaluation so far, names and versions
+                                of parts
+        policy/                 part: trained parameters, those of 16 bits in float32; a file for each process
+                                (`tensor_files.py`)
         optimizer/              part: AdamW's moments, and torch's random state
         model/                  a full model for `model.path` and `engine eval --model`; with LoRA instead:
         adapter/                the adapter in peft's format
@@ -32,8 +34,8 @@ if TYPE_CHECKING:
 
 _STEP = "step-"
 FORMAT = 3
-"""Format version of a checkpoint. Format 2 had one file for each part instead of a folder. Format 1 had `next_group` alone
-instead of `groups`, and no list of parts. All are read."""
+"""Format version of a checkpoint. Format 2 had one file for each part instead of a folder. Format 1 had `next_group`
+alone instead of `groups`, and no list of parts. All are read."""
 
 
 @dataclass(slots=True)
@@ -91,7 +93,8 @@ class Checkpoints:
         self._keep = keep
 
     def write(self, state: State, learner: Learner) -> Path:
-        """Write a checkpoint and remove old ones. If a complete checkpoint of the same step exists, only its `state.json` is written.
+        """Write a checkpoint and remove old ones. If a complete checkpoint of the same step exists, only its
+        `state.json` is written.
 
         Returns:
             The folder of the checkpoint.

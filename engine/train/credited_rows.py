@@ -1,4 +1,5 @@
-"""Rows whose credit is computed in the trainer, with a critic's values or with KL penalties: advantages, and the targets of the values.
+"""Rows whose credit is computed in the trainer, with a critic's values or with KL penalties: advantages, and the
+targets of the values.
 
 Invariant: the columns depend on rows, values, penalties and the credit method alone.
 """
@@ -27,7 +28,8 @@ PENALTIES = "penalties"
 
 
 def with_last_state(row: TrainingRow) -> TrainingRow:
-    """The row, and for a row that was cut one more place, after its last token: the value before it is that of the last state."""
+    """The row, and for a row that was cut one more place, after its last token: the value before it is that of the last
+    state."""
     if row.credit is None or not row.credit.cut:
         return row
     return replace(row, places=np.append(row.places, len(row.branch.input_ids)))
@@ -42,7 +44,8 @@ def credited_columns(
     by_turn: bool = False,
     targets: CreditMethod | None = None,
 ) -> list[LossColumns]:
-    """Compute the credit of rows from the ledgers of their groups, over all rows of an episode in the order of its turns.
+    """Compute the credit of rows from the ledgers of their groups, over all rows of an episode in the order of its
+    turns.
 
     Args:
         rows: Rows of whole groups, with `credit`.
@@ -53,9 +56,10 @@ def credited_columns(
         targets: The method that computes the targets. Default: `credit`.
 
     Returns:
-        The columns of the rows: advantages are the credit plus the bonuses. With values also the extra columns `values`, `returns`
-        and `has_value`. The target of a value is the advantage plus the value; if the method reads one value for each turn, the turn's
-        advantage plus that value, for all tokens of the turn. Advantages and targets count the penalties.
+        The columns of the rows: advantages are the credit plus the bonuses. With values also the extra columns
+        `values`, `returns` and `has_value`. The target of a value is the advantage plus the value; if the method reads
+        one value for each turn, the turn's advantage plus that value, for all tokens of the turn. Advantages and
+        targets count the penalties.
 
     Raises:
         LedgerError: the credit method failed.
@@ -144,7 +148,8 @@ class _Turns:
     def columns(
         self, advantages: Sequence[Values], plain: Sequence[Values], credit: CreditMethod
     ) -> Iterator[LossColumns]:
-        """The columns of the episode's rows. `plain`: the advantages if no reward were addressed to a part of a turn."""
+        """The columns of the episode's rows. `plain`: the advantages if no reward were addressed to a part of a
+        turn."""
         for row, turn_ids in zip(self._rows, self._turn_ids, strict=True):
             of_row, values, returns, has_value = (np.zeros(len(turn_ids)) for _ in range(4))
             for turn in np.unique(turn_ids):
@@ -161,7 +166,8 @@ class _Turns:
 
 
 class RewardKl(AuxiliaryObjective):
-    """The objective of `train.kl.in: reward`, before all others: adds the penalties, and computes advantages again with them, unless the credit waits for values as well.
+    """The objective of `train.kl.in: reward`, before all others: adds the penalties, and computes advantages again with
+    them, unless the credit waits for values as well.
 
     Raises:
         TrainError: kind `train_setup`: the credit method takes no penalties.
@@ -170,7 +176,8 @@ class RewardKl(AuxiliaryObjective):
     def __init__(self, coefficient: float, credit: CreditMethod | None) -> None:
         if credit is None or not credit.takes_penalties:
             raise TrainError(
-                "`train.kl.in: reward`: the credit method takes no penalties of tokens; use `train.kl.in: loss`, or a credit "
+                "`train.kl.in: reward`: the credit method takes no penalties of tokens; use `train.kl.in: loss`, or a "
+                "credit "
                 "method of the engine",
                 kind="train_setup",
             )

@@ -4,8 +4,8 @@
     run = process_group.shard(deferred.model)      # the parameters get memory for this process's part
     deferred.fill(process_group)                   # each process reads its part of each weight
 
-Invariant: no process holds more than one weight in full while it fills its shards. Only where the folder has no safetensors
-files, process 0 loads the whole model on its CPU and sends the parts to the others.
+Invariant: no process holds more than one weight in full while it fills its shards. Only where the folder has no
+safetensors files, process 0 loads the whole model on its CPU and sends the parts to the others.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ class DeferredWeights:
         self._sources: dict[str, str] = {}
         """The tensor of the files by the weight that equals it."""
         self._conversions: dict[str, tuple[Any, list[tuple[str, str]]]] = {}
-        """Conversions of several tensors of the files, by their first weight: the conversion, its tensors and their patterns."""
+        """Conversions of several tensors of the files, by their first weight: the conversion, its tensors and their
+        patterns."""
         if self._files:
             self._map_names()
 
@@ -144,7 +145,8 @@ class DeferredWeights:
             parts = any(re.search(pattern, name) for pattern in converted) or name in self._conversions
             if id(getattr(*slot)) not in there and not parts:
                 raise TrainError(
-                    f"{self._folder} has no weight {name!r}, which {type(self.model).__name__} needs; use a complete model folder as "
+                    f"{self._folder} has no weight {name!r}, which {type(self.model).__name__} needs; use a complete "
+                    "model folder as "
                     "`model.path`",
                     kind="train_setup",
                 )
@@ -166,7 +168,8 @@ class DeferredWeights:
 
 
 def _slots(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
-    """(module, attribute) of each parameter and each buffer that is saved, by name. Sharding and adapters keep these modules."""
+    """(module, attribute) of each parameter and each buffer that is saved, by name. Sharding and adapters keep these
+    modules."""
     slots: dict[str, tuple[nn.Module, str]] = {}
     for path, module in model.named_modules():
         held = [name for name, tensor in module._parameters.items() if tensor is not None]

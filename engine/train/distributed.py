@@ -1,8 +1,8 @@
 """Process groups: one training job in several processes, with sharded weights, gradients and optimizer state (FSDP2).
 
-FSDP is described in arXiv 2304.11277.
+FSDP is described in arXiv 2304.11277. One process is a `SingleProcessGroup`.
 
-    accelerate launch --num_processes 8 -m engine.cli.main train SPEC    # or torchrun; one process is a `SingleProcessGroup`
+    accelerate launch --num_processes 8 -m engine.cli.main train SPEC    # or torchrun
 
     process_group = join_process_group()               # before the model is loaded: sets the device of this process
     policy.shard(process_group)                        # before the optimizer is made: sharding replaces the parameters
@@ -13,11 +13,11 @@ Only process 0 collects episodes and talks to the backend. A method that every p
 `process_group.call_others`, which sends its name and arguments to the other processes.
 
 Invariants:
-- Gradients are summed over processes (in float32), never averaged: a token's loss weight is already relative to the whole
-  step, so a step has the same result with any number of processes.
+- Gradients are summed over processes (in float32), never averaged: a token's loss weight is already relative to the
+  whole step, so a step has the same result with any number of processes.
 - Every process runs the same number of forward passes. A process with fewer packs runs one again with loss weights 0.
-- No process holds full weights, except those of one block in a forward or backward pass, and in `full_parameters`: there
-  process 0 has them on the CPU.
+- No process holds full weights, except those of one block in a forward or backward pass, and in `full_parameters`:
+  there process 0 has them on the CPU.
 """
 
 from __future__ import annotations
@@ -38,10 +38,12 @@ from engine.errors import TrainError
 
 T = TypeVar("T")
 RunForward = Callable[..., Any]
-"""run(function, *args, **kwargs) -> the function's result. The function runs as a forward pass with gathered weights."""
+"""run(function, *args, **kwargs) -> the function's result. The function runs as a forward pass with gathered
+weights."""
 
 _CONTROL_TIMEOUT = timedelta(days=7)
-"""How long the other processes wait for the next call: episodes may take long. Within a step, torch's own limit holds."""
+"""How long the other processes wait for the next call: episodes may take long. Within a step, torch's own limit
+holds."""
 _STOP = "close"
 _FULL_PARAMETERS = "whole"
 
@@ -63,8 +65,8 @@ class ProcessGroup(Protocol):
     def shard(self, model: nn.Module, *, offload: bool = False) -> RunForward:
         """Shard a model's weights. Everything that needs the weights must be called through the returned function.
 
-        Weights on the meta device get memory for this process's part, without values. `offload`: the parts, their gradients and
-        the optimizer's state stay on the CPU, and a block is copied to the device while it computes.
+        Weights on the meta device get memory for this process's part, without values. `offload`: the parts, their
+        gradients and the optimizer's state stay on the CPU, and a block is copied to the device while it computes.
         """
 
     def call_others(self, method: str, *args: Any) -> None:
@@ -74,7 +76,8 @@ class ProcessGroup(Protocol):
         """In the other processes: run the calls of process 0 until it calls `close`."""
 
     def assign(self, packs: Sequence[T], cost: Callable[[T], int]) -> list[tuple[T, bool]]:
-        """This process's packs, each with True if its loss counts. A pack with False is run only to keep processes in step."""
+        """This process's packs, each with True if its loss counts. A pack with False is run only to keep processes in
+        step."""
 
     def all_gather(self, value: T) -> list[T]:
         """The values of all processes by rank, in every process."""
@@ -100,13 +103,15 @@ class ProcessGroup(Protocol):
         """
 
     def scatter_into(self, value: Tensor | None, into: Tensor) -> None:
-        """Copy the parts of process 0's full value into the tensors of all processes. The other processes' values are ignored.
+        """Copy the parts of process 0's full value into the tensors of all processes. The other processes' values are
+        ignored.
 
         `value` has the shape of the whole of `into`.
         """
 
     def close(self) -> None:
-        """In process 0: end `serve_calls` in the others. After an error in process 0 alone, exit instead: the launcher ends them."""
+        """In process 0: end `serve_calls` in the others. After an error in process 0 alone, exit instead: the launcher
+        ends them."""
 
 
 class SingleProcessGroup:
@@ -157,7 +162,8 @@ class SingleProcessGroup:
 
 
 def join_process_group() -> ProcessGroup:
-    """Join the process group of the launcher (`WORLD_SIZE`, `RANK`, `LOCAL_RANK`, `MASTER_ADDR`) and set the CUDA device.
+    """Join the process group of the launcher (`WORLD_SIZE`, `RANK`, `LOCAL_RANK`, `MASTER_ADDR`) and set the CUDA
+    device.
 
     Raises:
         TrainError: kind `train_setup`: the processes cannot connect to each other, or torch is too old.
@@ -172,14 +178,16 @@ def join_process_group() -> ProcessGroup:
         return ShardedProcessGroup("cpu" if _backend() == "gloo" else "cuda")
     except (KeyError, ValueError, RuntimeError) as error:
         raise TrainError(
-            f"the {os.environ['WORLD_SIZE']} processes of this training cannot connect to each other ({error}); launch them with "
+            f"the {os.environ['WORLD_SIZE']} processes of this training cannot connect to each other ({error}); launch "
+            "them with "
             "`accelerate launch` or `torchrun`, or unset WORLD_SIZE",
             kind="train_setup",
         ) from error
 
 
 def join_alone() -> ProcessGroup:
-    """A process group of this process, which shards over itself: so that weights can stay on the CPU (`memory.offload: all`)."""
+    """A process group of this process, which shards over itself: so that weights can stay on the CPU
+    (`memory.offload: all`)."""
     if not dist.is_initialized():
         dist.init_process_group(_backend(), store=HashStore(), rank=0, world_size=1)
     return ShardedProcessGroup("cpu" if _backend() == "gloo" else "cuda")
@@ -215,11 +223,13 @@ class ShardedProcessGroup:
         """Shard each block of the text model (`_no_split_modules`) by itself, and all other parameters as one unit.
 
         A block is gathered when it is called, and every process must call it equally often. The vision tower does not
-        run in every pass, so its blocks are not sharded by themselves. A parameter that a pass does not use has gradient 0.
+        run in every pass, so its blocks are not sharded by themselves. A parameter that a pass does not use has
+        gradient 0.
 
-        Weights that are not on the meta device must be the same in every process. Sharding replaces the parameters: each process
-        holds a part of the rows, and tied parameters stay tied. Weights that are used outside of the model's own `forward` (the output
-        layer) are gathered as well, because the pass is the function that is called through the result.
+        Weights that are not on the meta device must be the same in every process. Sharding replaces the parameters:
+        each process holds a part of the rows, and tied parameters stay tied. Weights that are used outside of the
+        model's own `forward` (the output layer) are gathered as well, because the pass is the function that is called
+        through the result.
 
         Raises:
             TrainError: the installed torch cannot sum gradients over processes.
@@ -256,7 +266,8 @@ class ShardedProcessGroup:
             dist.broadcast_object_list([(method, args)], src=0, group=self._control)
 
     def serve_calls(self, methods: Mapping[str, Callable[..., Any]]) -> None:
-        """Run the calls of process 0. A TrainError occurs in every process alike, and process 0 handles it: ignored here."""
+        """Run the calls of process 0. A TrainError occurs in every process alike, and process 0 handles it: ignored
+        here."""
         while True:
             message: list[Any] = [None]
             dist.broadcast_object_list(message, src=0, group=self._control)
@@ -366,7 +377,8 @@ class ShardedRoot(nn.Module):
         return function(*args, **kwargs)
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a forward pass. Without gradients the weights are resharded here; with gradients `backward` reshards them."""
+        """Run a forward pass. Without gradients the weights are resharded here; with gradients `backward` reshards
+        them."""
         result = self(function, *args, **kwargs)
         if not torch.is_grad_enabled():
             for part in sharded_modules(self):

@@ -1,9 +1,10 @@
-"""The steps of a training on the model's own episodes: a group is trained on at most once, and all sampled tokens are used or counted.
+"""The steps of a training on the model's own episodes: a group is trained on at most once, and all sampled tokens are
+used or counted.
 
 See `batch_log.py` and `groups.py`. With `asynchrony.max_staleness: 0` sampling and training alternate.
 
-The store is asked for episodes of earlier launches only for what was there when this launch began: finished ones are used, the others
-continue at their turn. Episodes that were dropped do not count as stored; they are sampled again.
+The store is asked for episodes of earlier launches only for what was there when this launch began: finished ones are
+used, the others continue at their turn. Episodes that were dropped do not count as stored; they are sampled again.
 """
 
 from __future__ import annotations
@@ -285,9 +286,9 @@ class StoredEpisodes:
     def regenerated_tokens(self, task_id: str, sample: int) -> int:
         """Tokens of an episode, finished now, that were sampled again in any launch: an upper bound.
 
-        A turn that was due when a launch ended counts, because its generation may have been cut off; it is sampled again with the
-        same seed. An episode that had to begin again, because an effect outside cannot be repeated, has earlier attempts, all of
-        whose tokens count.
+        A turn that was due when a launch ended counts, because its generation may have been cut off; it is sampled
+        again with the same seed. An episode that had to begin again, because an effect outside cannot be repeated, has
+        earlier attempts, all of whose tokens count.
         """
         self._store.refresh()
         row = self._store.episode(episode_id_of(task_id, sample))

@@ -1,4 +1,5 @@
-"""What measures the weights of a training after some of its steps: a plugin, or nothing. It changes no weight and no row."""
+"""What measures the weights of a training after some of its steps: a plugin, or nothing. It changes no weight and no
+row."""
 
 from __future__ import annotations
 
@@ -24,11 +25,13 @@ class Evaluator:
         return False
 
     async def evaluate(self, step: int) -> dict[str, float]:
-        """Metrics of the weights that the backend has, which are those after `step`. Raises: EngineError: the evaluation failed."""
+        """Metrics of the weights that the backend has, which are those after `step`. Raises: EngineError: the
+        evaluation failed."""
         return {}
 
     def note(self, step: int, metrics: Mapping[str, float]) -> bool:
-        """Whether the evaluation in a step's metrics, if there is one, is the best so far. Then the training's state has it."""
+        """Whether the evaluation in a step's metrics, if there is one, is the best so far. Then the training's state
+        has it."""
         return False
 
 

@@ -33,7 +33,8 @@ def tensor_files(folder: Path) -> dict[str, Path]:
 
 
 def tensor_facts(folder: Path) -> dict[str, tuple[tuple[int, ...], bool]]:
-    """Shape of each tensor in a folder's safetensors files, and whether it is of a floating-point type of 16 bits or more.
+    """Shape of each tensor in a folder's safetensors files, and whether it is of a floating-point type of 16 bits or
+    more.
 
     Only the headers are read. Empty if there are none, or they cannot be read.
     """
@@ -91,7 +92,8 @@ class ServingDtypes:
 
 
 def _config_dtype(folder: Path) -> torch.dtype | None:
-    """The dtype that config.json names, of the text model if it is there alone. transformers wrote `torch_dtype` before."""
+    """The dtype that config.json names, of the text model if it is there alone. transformers wrote `torch_dtype`
+    before."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -171,6 +173,7 @@ def write_model(state: Mapping[str, torch.Tensor], source: Path, folder: Path) -
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of the same shape that covers its storage: experts, which files have one by one, are parts of one parameter."""
+    """A tensor of the same shape that covers its storage: experts, which files have one by one, are parts of one
+    parameter."""
     tensor = tensor.contiguous()
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()

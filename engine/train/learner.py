@@ -40,7 +40,8 @@ class Learner:
     """A policy and its optimizer. Each process of a training has one; that of process 0 calls the others.
 
     Args:
-        episode_tokens: Maximum number of tokens of an episode: the constant of `dr_grpo` in trainings that did not measure it.
+        episode_tokens: Maximum number of tokens of an episode: the constant of `dr_grpo` in trainings that did not
+            measure it.
         objectives: What is computed and trained beside the policy.
     """
 
@@ -84,7 +85,8 @@ class Learner:
         rate: float | None = None,
         most_updates: int | None = None,
     ) -> dict[str, float]:
-        """Train on one batch, in all processes. Returns metrics: means over the updates, maxima for names that end in `max`.
+        """Train on one batch, in all processes. Returns metrics: means over the updates, maxima for names that end in
+        `max`.
 
         Args:
             rows: The training rows of the batch.
@@ -140,7 +142,8 @@ class Learner:
         return mean_metrics(metrics) | {"lr": rate, "updates": float(self.updates)}
 
     def use_longest_episode(self) -> None:
-        """Take the longest possible episode as the constant of `dr_grpo`, for a training that began before it was measured."""
+        """Take the longest possible episode as the constant of `dr_grpo`, for a training that began before it was
+        measured."""
         if self._measures_length:
             self.process_group.call_others("use_longest_episode")
             self._length = self._longest
@@ -208,7 +211,8 @@ class Learner:
     ) -> dict[str, float]:
         """Make one optimizer step on a mini-batch, for the policy and the objectives `others`.
 
-        Without `policy` its loss is not computed, and it is left as it is; with `holds_policy` only its step is left out.
+        Without `policy` its loss is not computed, and it is left as it is; with `holds_policy` only its step is left
+        out.
         """
         loss, loss_of_others, metrics = 0.0, 0.0, MetricSums()
         for pack, counts in self.packs(columns):
@@ -246,7 +250,8 @@ class Learner:
         counts: bool,
         policy: bool,
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """The policy's loss of a pack, and those of other objectives, with their graphs. Their metrics are added to `metrics`."""
+        """The policy's loss of a pack, and those of other objectives, with their graphs. Their metrics are added to
+        `metrics`."""
         of_policy = torch.zeros(())
         reads_states = any(other.reads_states for other in others)
         if policy:

@@ -1,8 +1,9 @@
-"""What a step can learn from: which rewards change the advantage of a trained token, and why a step has no learning signal.
+"""What a step can learn from: which rewards change the advantage of a trained token, and why a step has no learning
+signal.
 
-A reward reaches a token if the advantages of the group's sampled tokens change when the reward is taken away. One reward of each
-kind is tested, up to `TESTS`: same name, of the last or an earlier turn, of a whole turn or of a part, with or without tokens. If
-none of them changes an advantage, no reward of that kind reaches a token.
+A reward reaches a token if the advantages of the group's sampled tokens change when the reward is taken away. One
+reward of each kind is tested, up to `TESTS`: same name, of the last or an earlier turn, of a whole turn or of a part,
+with or without tokens. If none of them changes an advantage, no reward of that kind reaches a token.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@
     entropy = lse(z) - sum_j p_j z_j                    d/dz_j = -p_j (z_j - lse(z) + entropy)
 
 The logits are computed in blocks (tokens × vocabulary) with a running maximum and sum, as in FlashAttention (arXiv
-2205.14135, algorithm 1). The backward pass recomputes them, with two exceptions. If all logits fit in `chunk_elements`, they
-are kept. If the output layer is not trained (LoRA), the forward pass also sums up sum_j p_j weight_j, which is all that the
-gradient of `hidden` needs.
+2205.14135, algorithm 1). The backward pass recomputes them, with two exceptions. If all logits fit in `chunk_elements`,
+they are kept. If the output layer is not trained (LoRA), the forward pass also sums up sum_j p_j weight_j, which is all
+that the gradient of `hidden` needs.
 
 Invariants:
 - At most `chunk_elements` logits are in memory at the same time.
@@ -312,7 +312,8 @@ class _BackwardInputs(NamedTuple):
 def _backward(
     made: Iterable[_Block], blocks: _Blocks, given: _BackwardInputs, wanted: Sequence[bool]
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """Gradients of hidden states (in the dtype of the sums), weights and bias, without the terms of the labels themselves.
+    """Gradients of hidden states (in the dtype of the sums), weights and bias, without the terms of the labels
+    themselves.
 
     Without entropy the gradient of z is -grad p, so `grad` is factored out of the matrix products.
     """

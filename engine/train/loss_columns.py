@@ -1,25 +1,26 @@
-"""What the learner computes beside the rows of a batch: one number for each trained token. The rows themselves do not change.
+"""What the learner computes beside the rows of a batch: one number for each trained token. The rows themselves do not
+change.
 
 The loss weight of a token is its factor in the loss, which defines what the loss averages over.
 The loss of a step is the sum over its tokens of loss weight times token loss, so it can be computed in any number of
-parts and processes and added up. Denominators are counted over the whole step and count trained tokens only: no padding,
-no prompt tokens, no masked tokens.
+parts and processes and added up. Denominators are counted over the whole step and count trained tokens only: no
+padding, no prompt tokens, no masked tokens.
 
-A loss declares its denominator (`engine.schemas.loss`). With E episodes, T trained tokens in the token's episode (all rows), and t
-trained tokens of an episode, summed over episodes, the weight of a token is:
+A loss declares its denominator (`engine.schemas.loss`). With E episodes, T trained tokens in the token's episode (all
+rows), and t trained tokens of an episode, summed over episodes, the weight of a token is:
 
     episode_tokens     1 / (E * T)             mean over the tokens of an episode, then over episodes: GRPO (arXiv
                                                2402.03300, equation 3), GSPO (2507.18071, 5), SAPO (2511.20347)
     minibatch_tokens   1 / sum of t            mean over the tokens of the mini-batch: BNPO
     step_tokens        M / sum of t            mean over the tokens of the step, for all M mini-batches alike: DAPO
                                                (2503.14476, 8), CISPO (MiniMax-M1, 2506.13585, 4), PPO
-    constant_length    1 / (E * length)        a constant instead of T: Dr. GRPO (2503.20783); by default the mean T of the
-                                               training's first step
+    constant_length    1 / (E * length)        a constant instead of T: Dr. GRPO (2503.20783); by default the mean T
+                                               of the training's first step
     episodes           1 / E                   sum over the tokens of an episode; its gradient is that of the expected
                                                reward: REINFORCE, RLOO (2402.14740)
 
-With several mini-batches, E and the sum of t are counted per mini-batch. The exception is `step_tokens`: a token has the same
-weight in every mini-batch, and the sum of t is that of the step.
+With several mini-batches, E and the sum of t are counted per mini-batch. The exception is `step_tokens`: a token has
+the same weight in every mini-batch, and the sum of t is that of the step.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ Counts = npt.NDArray[np.int64]
 
 
 class _StepCounts(Struct, frozen=True, kw_only=True, eq=False):
-    """What the denominators are counted from. Arrays of [rows]; rows without trained tokens give weights that are not used."""
+    """What the denominators are counted from. Arrays of [rows]; rows without trained tokens give weights that are not
+    used."""
 
     episodes: Values
     """Episodes with trained tokens in the row's mini-batch."""
@@ -75,12 +77,13 @@ class LossColumns(Struct, frozen=True, kw_only=True):
     advantages: Floats
     """Those of the row, unless a critic, penalties or whitening changed them. float32 [n]."""
     proximal: Floats | None = None
-    """The policy's log-probs before the first update of the batch, float32 [n]; None if they are not computed separately."""
+    """The policy's log-probs before the first update of the batch, float32 [n]; None if they are not computed
+    separately."""
     weights: Doubles = msgspec.field(default_factory=lambda: np.zeros(0))
     """Loss weights, which depend on the mini-batch: float64 [n]."""
     extra: Mapping[str, Doubles] = msgspec.field(default_factory=dict)
-    """Columns of other objectives by name, float64 [n] each. Of a critic: `values`, their targets `returns` and `has_value`, which is 1.0 on
-    tokens before which a value is trained. `penalties`: see `credited_rows.py`."""
+    """Columns of other objectives by name, float64 [n] each. Of a critic: `values`, their targets `returns` and
+    `has_value`, which is 1.0 on tokens before which a value is trained. `penalties`: see `credited_rows.py`."""
 
     @classmethod
     def of(cls, row: TrainingRow) -> LossColumns:
@@ -166,7 +169,8 @@ def token_loss_weights(
 
 
 def weighted_parts(loss: Loss, parts: Sequence[Sequence[LossColumns]], length: float | None) -> list[list[LossColumns]]:
-    """The mini-batches of a batch with loss weights. `length`: the constant of `constant_length` if the loss gives none."""
+    """The mini-batches of a batch with loss weights. `length`: the constant of `constant_length` if the loss gives
+    none."""
     rows = [of_row.row for part in parts for of_row in part]
     lengths, episodes = [len(row.places) for row in rows], [row.episode.episode_id for row in rows]
     numbers = [number for number, part in enumerate(parts) for _ in part]

@@ -32,7 +32,8 @@ class LossTokens(Struct, frozen=True, eq=False, kw_only=True):
     logprobs: Tensor
     """Log-probs of the current policy, with their graph."""
     proximal: Tensor
-    """Log-probs in the denominator of the clipped ratio: the trainer's before the batch's first update, or the sampler's."""
+    """Log-probs in the denominator of the clipped ratio: the trainer's before the batch's first update, or the
+    sampler's."""
     sampler: Tensor
     """Log-probs of the sampler (the behaviour policy)."""
     advantages: Tensor
@@ -45,7 +46,8 @@ class LossTokens(Struct, frozen=True, eq=False, kw_only=True):
     reference: Tensor | None = None
     """Log-probs of the reference model; needed for `kl`."""
     entropy: Tensor | None = None
-    """Entropy of the current policy's distribution at the token, in nats, with its graph; needed for `entropy_coefficient`."""
+    """Entropy of the current policy's distribution at the token, in nats, with its graph; needed for
+    `entropy_coefficient`."""
 
     @classmethod
     def of(
@@ -66,7 +68,8 @@ class LossTokens(Struct, frozen=True, eq=False, kw_only=True):
             logprobs: Those of the current policy, [n].
             entropy: Those of its distributions, [n].
             reference: Log-probs of the reference model, [n].
-            sampler_is_proximal: Without `proximal` columns, the proximal log-probs are the sampler's, not the current ones.
+            sampler_is_proximal: Without `proximal` columns, the proximal log-probs are the sampler's, not the current
+                ones.
         """
         packed = [columns[number] for number in pack.rows]
         device = logprobs.device

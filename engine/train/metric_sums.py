@@ -74,7 +74,8 @@ class MetricSums:
 
 
 def mean_metrics(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Combine metrics of several updates: the maximum for names that end in `max`, else the mean over the updates that have it."""
+    """Combine metrics of several updates: the maximum for names that end in `max`, else the mean over the updates that
+    have it."""
     names = dict.fromkeys(name for of_update in metrics for name in of_update)
     of_name = {name: [of_update[name] for of_update in metrics if name in of_update] for name in names}
     return {

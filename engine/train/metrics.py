@@ -1,7 +1,7 @@
 """Metrics of a training run: `metrics.jsonl`, one JSON object per step.
 
-After `write` returns, the line survives a crash of the process or the machine. Opening the file removes an incomplete last line.
-This module does not interpret the values.
+After `write` returns, the line survives a crash of the process or the machine. Opening the file removes an incomplete
+last line. This module does not interpret the values.
 """
 
 from __future__ import annotations

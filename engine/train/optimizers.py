@@ -1,5 +1,5 @@
-"""The optimizers and their learning rate: AdamW of torch, AdamW with moments of 8 bits (torchao), moments that stay on the CPU between
-updates, and float32 master weights of 16-bit parameters."""
+"""The optimizers and their learning rate: AdamW of torch, AdamW with moments of 8 bits (torchao), moments that stay on
+the CPU between updates, and float32 master weights of 16-bit parameters."""
 
 from __future__ import annotations
 
@@ -22,11 +22,13 @@ _GROUP_BYTES = 256 << 20
 
 
 class MasterWeights:
-    """The tensors that an optimizer updates: a float32 copy of each 16-bit parameter, and the other parameters themselves.
+    """The tensors that an optimizer updates: a float32 copy of each 16-bit parameter, and the other parameters
+    themselves.
 
-    Neighbouring bfloat16 numbers are further apart than the steps of AdamW at learning rates such as 1e-6, so these would be rounded away. Gradients
-    of such a parameter are added up in float32 too; it has none itself. Stochastic rounding would need no copies, but adds
-    noise that is larger than the movement, and its random numbers would be a part of every checkpoint.
+    Neighbouring bfloat16 numbers are further apart than the steps of AdamW at learning rates such as 1e-6, so these
+    would be rounded away. Gradients of such a parameter are added up in float32 too; it has none itself. Stochastic
+    rounding would need no copies, but adds noise that is larger than the movement, and its random numbers would be a
+    part of every checkpoint.
 
     Args:
         parameters: The trained parameters by name, sharded or not.
@@ -104,7 +106,8 @@ def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 
 
 def update(optimizer: torch.optim.Optimizer, *, offload: bool) -> None:
-    """Make one update. `offload`: the moments stay on the CPU; those of some parameters at a time are copied to the device.
+    """Make one update. `offload`: the moments stay on the CPU; those of some parameters at a time are copied to the
+    device.
 
     The arithmetic is the same: each parameter's update depends on its own gradient and moments only.
     """
@@ -154,7 +157,8 @@ def set_moment(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, name: 
 def _keep_scale(held: Any, value: Tensor) -> None:
     """Quantize a dequantized moment with the scale that it had. torchao's own scale of it is up to 0.7 % smaller.
 
-    The largest element of a block had the code of 1 or, if it is negative, that of the smallest number of the map, above -1.
+    The largest element of a block had the code of 1 or, if it is negative, that of the smallest number of the map,
+    above -1.
     """
     if type(held) is Tensor or not held.signed:
         return

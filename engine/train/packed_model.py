@@ -1,7 +1,8 @@
 """A pack -> the log-probs of its labels, by a transformers causal model that is checked against its own forward pass.
 
 Invariants of packs with images:
-- The vision tower encodes an image once per pass, for any number of rows and positions, with every version of transformers.
+- The vision tower encodes an image once per pass, for any number of rows and positions, with every version of
+  transformers.
 - Position ids are those of the model's own `get_rope_index`, applied to each row by itself.
 """
 
@@ -75,7 +76,8 @@ class PackedModel:
             replay_experts: Use the experts of packs; see routing.py.
 
         Raises:
-            TrainError: kind `train_setup`: not a causal model, experts cannot be replayed in it, or the packed pass differs from the model's own.
+            TrainError: kind `train_setup`: not a causal model, experts cannot be replayed in it, or the packed pass
+                differs from the model's own.
         """
         self.process_group: ProcessGroup = process_group or SingleProcessGroup()
         self._run: RunForward = _call
@@ -142,7 +144,8 @@ class PackedModel:
         return int(self._head.in_features)
 
     def logprobs(self, pack: Pack, *, entropy: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Log-probs [n] of the pack's trained tokens, and entropies [n] or None. With a graph if gradients are enabled."""
+        """Log-probs [n] of the pack's trained tokens, and entropies [n] or None. With a graph if gradients are
+        enabled."""
         result: tuple[torch.Tensor, torch.Tensor | None] = self._run(
             lambda: self._logprobs(pack, self._states(pack), entropy=entropy)
         )
@@ -197,7 +200,8 @@ class PackedModel:
         return logprobs[back], None if entropies is None else entropies[back]
 
     def _unique_labels(self, pack: Pack) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """The distinct pairs of source and label, and the index of each label's pair; None if all pairs are distinct."""
+        """The distinct pairs of source and label, and the index of each label's pair; None if all pairs are
+        distinct."""
         if "once" not in pack.cache:
             pairs = pack.sources * self._head.weight.shape[0] + pack.labels
             single, back = torch.unique(pairs, return_inverse=True)
@@ -264,7 +268,8 @@ class PackedModel:
             )
         if not apart <= most:
             raise self._refusal(
-                f"its packed log-probs differ by {apart:.3g} from its own (its layers mix tokens in other ways than attention)"
+                f"its packed log-probs differ by {apart:.3g} from its own (its layers mix tokens in other ways than "
+                "attention)"
             )
 
     def _check_replay(self, pack: Pack, found: torch.Tensor) -> None:
@@ -297,8 +302,8 @@ class PackedModel:
         return [np.concatenate([begin, draw.choice(ids, more)]) for more in (9, 4, 6)]
 
     def _unpacked_logprobs(self, probes: list[np.ndarray], pack: Pack) -> tuple[torch.Tensor, float, list[np.ndarray]]:
-        """Log-probs and entropies [2, n] of the model's own pass, how much its logits differ from its output layer's, and the experts
-        of each sequence, [tokens, layers, top_k]; without experts none."""
+        """Log-probs and entropies [2, n] of the model's own pass, how much its logits differ from its output layer's,
+        and the experts of each sequence, [tokens, layers, top_k]; without experts none."""
         columns, off = [], 0.0
         experts: list[np.ndarray] = []
         allowed = torch.ones(self._head.weight.shape[0], dtype=torch.bool, device=self.device)
@@ -319,7 +324,8 @@ class PackedModel:
         return torch.cat(columns, 1), off, experts
 
     def _find_scale(self, states: torch.Tensor, logits: torch.Tensor) -> float:
-        """Find the factor of the logits among those of the configuration. Returns the remaining mean absolute difference."""
+        """Find the factor of the logits among those of the configuration. Returns the remaining mean absolute
+        difference."""
         text = self.model.config.get_text_config()
         given = {name: float(getattr(text, name, None) or 1.0) for name in _SCALES}
         # Granite divides by `logits_scaling`, HyperCLOVA X multiplies by it.
@@ -376,8 +382,9 @@ def vision_inputs(
 ) -> Iterator[dict[str, Any]]:
     """Position ids ([1, T], or [3, 1, T] for models with three), and the tensors of the pack's images, each once.
 
-    A model asks its own `get_image_features` for the features of its input. In the block, that method returns those of the pack's positions:
-    not all versions of transformers accept features as an input. The pack's `cache` stores the position ids.
+    A model asks its own `get_image_features` for the features of its input. In the block, that method returns those of
+    the pack's positions: not all versions of transformers accept features as an input. The pack's `cache` stores the
+    position ids.
     """
     inner = model.base_model
     if "positions" not in pack.cache:
@@ -410,7 +417,8 @@ def _tensors(
 
 
 def _repeat(features: Any, grids: Sequence[tuple[int, ...]], order: Sequence[int]) -> None:
-    """Replace the features of distinct images, in the form of `get_image_features`, by those of `order`, which has indices of images."""
+    """Replace the features of distinct images, in the form of `get_image_features`, by those of `order`, which has
+    indices of images."""
     pooled = features.pooler_output
     # One tensor for all images (transformers before 5.19) has Idefics3's tiles, and the whole image after them.
     sizes = [
@@ -429,7 +437,8 @@ def _repeat(features: Any, grids: Sequence[tuple[int, ...]], order: Sequence[int
 
 
 def _positions(find: Any, vision: Vision, pack: Pack, device: torch.device) -> torch.Tensor:
-    """Position ids, int64 [3, T]. They depend on earlier tokens only, so rows that share a token agree on its position."""
+    """Position ids, int64 [3, T]. They depend on earlier tokens only, so rows that share a token agree on its
+    position."""
     positions = torch.zeros((3, pack.tokens), dtype=torch.long)
     starts = torch.tensor([image.start for image in pack.images], dtype=torch.long)
     grids = [torch.tensor([image.grid]) for image in pack.images]

@@ -1,11 +1,11 @@
 """Training rows -> packs without padding, in which a prefix that several rows share is stored once.
 
     for pack in pack_rows(rows, 8192, share_prefixes=True):
-        logprobs, _ = policy.forward(pack, entropy=False)      # [n]: pack.row and pack.token name the row and token of each
+        logprobs, _ = policy.forward(pack, entropy=False)  # [n]: pack.row, pack.token: the row and token of each
 
-A pack is a forest of segments. A *segment* is a run of tokens that the same rows share; its parent is the segment before it
-in those rows. A token attends to its own segment up to itself and to all ancestors of the segment. Its position is its index
-in its row, so each row gets the same result as in a forward pass of its own.
+A pack is a forest of segments. A *segment* is a run of tokens that the same rows share; its parent is the segment
+before it in those rows. A token attends to its own segment up to itself and to all ancestors of the segment. Its
+position is its index in its row, so each row gets the same result as in a forward pass of its own.
 
     rows                 segments                       input_ids
     P P P a a            0: P P P   (no parent)         P P P a a b b b
@@ -79,7 +79,8 @@ class Pack(Struct, frozen=True, kw_only=True, eq=False):
     paths: tuple[tuple[int, ...], ...]
     """For each of `rows`: indices of its segments, in order."""
     sources: torch.Tensor
-    """int64 [n]: index in the pack of the token whose hidden state predicts the label. Several rows may use the same."""
+    """int64 [n]: index in the pack of the token whose hidden state predicts the label. Several rows may use the
+    same."""
     labels: torch.Tensor
     """int64 [n]: ids of the trained tokens, ordered by row and then by token."""
     row: torch.Tensor
@@ -89,7 +90,8 @@ class Pack(Struct, frozen=True, kw_only=True, eq=False):
     images: tuple[PackImage, ...] = ()
     """The images, ordered by `start`. An image that rows share is listed once."""
     experts: torch.Tensor | None = None
-    """int32 [T, layers, top_k]: the experts that the sampler chose for each token, -1 where not known. None: no row has any."""
+    """int32 [T, layers, top_k]: the experts that the sampler chose for each token, -1 where not known. None: no row has
+    any."""
     cache: dict[Any, Any] = msgspec.field(default_factory=dict)
     """Values computed once per pack and used in several passes: attention masks, position ids of a vision model."""
 
@@ -120,8 +122,8 @@ class _RowTokens(Struct, frozen=True, kw_only=True, eq=False):
     row: int
     ids: np.ndarray
     keys: np.ndarray
-    """uint64 [tokens]: the id in the lower 32 bits, the number of its image (0: none) in the upper 32 bits. With experts, their hash
-    is added: different experts have different keys in nearly all cases."""
+    """uint64 [tokens]: the id in the lower 32 bits, the number of its image (0: none) in the upper 32 bits. With
+    experts, their hash is added: different experts have different keys in nearly all cases."""
     trained: np.ndarray
     """Indices of the trained tokens."""
     images: list[PackImage]
@@ -139,8 +141,8 @@ def pack_rows(
 ) -> list[Pack]:
     """Pack rows into packs of at most `max_tokens_per_microbatch` tokens. A longer row is a pack of its own.
 
-    Rows with a common prefix are put in the same pack if they fit. A row without trained tokens is dropped. A token that is
-    trained in several rows has one label for each of them.
+    Rows with a common prefix are put in the same pack if they fit. A row without trained tokens is dropped. A token
+    that is trained in several rows has one label for each of them.
 
     Args:
         rows: The rows. A place right after the last token is that of the last state: its label is any id.
@@ -152,8 +154,8 @@ def pack_rows(
         The packs. Each row with trained tokens is in exactly one of them.
 
     Raises:
-        TrainError: kind `train_setup`: the first token of a row is trained, and no token predicts it; or rows have experts of
-            different models.
+        TrainError: kind `train_setup`: the first token of a row is trained, and no token predicts it; or rows have
+            experts of different models.
     """
     numbers: dict[str, int] = {}
     form = next((row.branch.routed_experts.shape[1:] for row in rows if row.branch.routed_experts is not None), None)
@@ -219,7 +221,8 @@ def _row_experts(index: int, given: np.ndarray | None, form: tuple[int, ...], en
     if given is not None:
         if given.shape[1:] != form:
             raise TrainError(
-                f"row {index}: its experts are of {given.shape[1:]} [layers, top_k], and those of other rows of {form}: were "
+                f"row {index}: its experts are of {given.shape[1:]} [layers, top_k], and those of other rows of "
+                f"{form}: were "
                 "they sampled with another model?",
                 kind="train_setup",
             )

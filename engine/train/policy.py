@@ -1,4 +1,5 @@
-"""The policy: the model that is trained. It computes log-probs of packs and gives its weights for syncs and checkpoints."""
+"""The policy: the model that is trained. It computes log-probs of packs and gives its weights for syncs and
+checkpoints."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ if TYPE_CHECKING:
 
 
 class Adapter(ABC):
-    """What a plugin trains beside frozen weights (`AdapterSection`). It changes the model in place: layers are wrapped."""
+    """What a plugin trains beside frozen weights (`AdapterSection`). It changes the model in place: layers are
+    wrapped."""
 
     has_dropout: bool
     names: list[str]
@@ -42,7 +44,8 @@ class Adapter(ABC):
 
     @abstractmethod
     def merged(self) -> dict[str, torch.Tensor]:
-        """The model's weights with it merged in, under their names without it, each in its shape. The model is not changed."""
+        """The model's weights with it merged in, under their names without it, each in its shape. The model is not
+        changed."""
 
     @abstractmethod
     def save(self, folder: Path) -> None:
@@ -55,8 +58,8 @@ class Policy:
         policy = Policy.load(folder, spec, temperature=1.0, vocab=format.vocab_size, vision=format.vision)
         logprobs, entropy = policy.forward(pack, entropy=True)
 
-    Log-probs are those of the sampler's distribution: softmax(logits / temperature) over the vocabulary without banned ids.
-    The only dropout is the adapter's, and only if gradients are enabled.
+    Log-probs are those of the sampler's distribution: softmax(logits / temperature) over the vocabulary without banned
+    ids. The only dropout is the adapter's, and only if gradients are enabled.
     """
 
     def __init__(self, net: PackedModel, adapter: Adapter | None, reference_model: PackedModel | None) -> None:
@@ -88,7 +91,8 @@ class Policy:
             vocab: Ids from this one on (padding of the embedding) are never sampled. None: all ids can be sampled.
             vision: Image processing of the model; None for a text model.
             process_group: The processes of the training. Default: this one alone.
-            replay_experts: Use the experts that the sampler chose (`routed_experts` of rows), also in the reference model.
+            replay_experts: Use the experts that the sampler chose (`routed_experts` of rows), also in the reference
+                model.
 
         Raises:
             DeviceError: torch does not have `train.device`.
@@ -131,7 +135,8 @@ class Policy:
                 )
             if not any(matcher.search(name) for name in trained):
                 raise TrainError(
-                    f"`train.freeze`: {pattern!r} has no effect: with `train.lora` the weights that it matches are frozen already; an "
+                    f"`train.freeze`: {pattern!r} has no effect: with `train.lora` the weights that it matches are "
+                    "frozen already; an "
                     f"example of a trained weight is {min(trained)!r}",
                     kind="train_setup",
                 )
@@ -199,7 +204,8 @@ class Policy:
     def forward_with_states(
         self, pack: Pack, *, entropy: bool, states: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """What `forward` returns, and the hidden states [n, H] before the trained tokens, with their graph, if `states` are asked for."""
+        """What `forward` returns, and the hidden states [n, H] before the trained tokens, with their graph, if `states`
+        are asked for."""
         if not states:
             return *self.forward(pack, entropy=entropy), None
         if self._adapter is not None:
@@ -214,10 +220,12 @@ class Policy:
             return self.net.states(pack)
 
     def reference(self, pack: Pack) -> torch.Tensor:
-        """Compute log-probs [n] of the reference model, without graph: the base model with LoRA, else the model as loaded.
+        """Compute log-probs [n] of the reference model, without graph: the base model with LoRA, else the model as
+        loaded.
 
         Raises:
-            TrainError: kind `train_setup`: there is no reference, because `kl.coefficient` is 0 and no adapter is trained.
+            TrainError: kind `train_setup`: there is no reference, because `kl.coefficient` is 0 and no adapter is
+                trained.
         """
         with torch.no_grad():
             if self._adapter is not None:
@@ -240,8 +248,8 @@ class Policy:
         Each weight has the shape of the model's parameter.
 
         Args:
-            names: `files`: the names in the model's files, which servers use. `model`: the names in the transformers model,
-                with tied weights under each of their names. For most models both are the same.
+            names: `files`: the names in the model's files, which servers use. `model`: the names in the transformers
+                model, with tied weights under each of their names. For most models both are the same.
             dtype: Number type of weights that are gathered from several processes. Default: that of the model.
         """
         with self.net.process_group.full_parameters(self.net.model, dtype=dtype):
@@ -260,8 +268,8 @@ class Policy:
     def save(self, folder: Path, *, serving: bool = False) -> None:
         """Write a complete model folder: weights, configuration, tokenizer, processor.
 
-        The folder gets its name when it is complete, and then replaces an older one. `serving`: the weights are written in the
-        number types in which a server keeps them, else as they are trained.
+        The folder gets its name when it is complete, and then replaces an older one. `serving`: the weights are written
+        in the number types in which a server keeps them, else as they are trained.
 
         Raises:
             TrainError: kind `checkpoint`: it cannot be written.
@@ -302,7 +310,8 @@ class Policy:
         odd += [name for name in targets if name in stored and targets[name].shape != stored[name]]
         if odd:
             raise TrainError(
-                f"the checkpoint belongs to another model, or to other settings of `lora` or `freeze`: {len(odd)} parameters "
+                f"the checkpoint belongs to another model, or to other settings of `lora` or `freeze`: {len(odd)} "
+                "parameters "
                 f"differ, for example {odd[0]!r}",
                 kind="checkpoint",
             )
@@ -310,7 +319,8 @@ class Policy:
 
 
 def enable_gradient_checkpointing(model: Any) -> None:
-    """Make layers recompute activations. transformers does this only in training mode, so only these layers are put in it.
+    """Make layers recompute activations. transformers does this only in training mode, so only these layers are put in
+    it.
 
     Raises:
         TrainError: kind `train_setup`: the model cannot do that.

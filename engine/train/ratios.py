@@ -6,29 +6,35 @@ Invariants:
 - Values between the bounds are exact. Log-ratios need no lower bound: exp and its gradient go to 0.
 - NaN stays NaN, so that a broken model is visible.
 
-KL(policy || reference), by Schulman's estimators from one sampled token x, with d = log ref(x) - log policy(x) ("Approximating KL
-divergence", 2020, joschu.net/blog/kl-approx.html), and their gradients for tokens that the policy itself drew:
+KL(policy || reference), by Schulman's estimators from one sampled token x, with d = log ref(x) - log policy(x)
+("Approximating KL divergence", 2020, joschu.net/blog/kl-approx.html), and their gradients for tokens that the policy
+itself drew:
 
-    k1 = -d                  unbiased, of either sign, high variance     grad log policy(x): mean 0, noise that estimates nothing
-    k2 = d^2 / 2             biased, never negative                      -d * grad log policy(x): unbiased, of KL(policy || reference)
+    k1 = -d                  unbiased, of either sign, high variance     grad log policy(x): mean 0, noise
+                                                                         that estimates nothing
+    k2 = d^2 / 2             biased, never negative                      -d * grad log policy(x): unbiased,
+                                                                         of KL(policy || reference)
     k3 = exp(d) - 1 - d      unbiased, never negative; GRPO's            (1 - exp(d)) * grad log policy(x): unbiased, of
-                             (arXiv 2402.03300, equation 4)              KL(reference || policy); near the reference k2's to first order
+                             (arXiv 2402.03300, equation 4)              KL(reference || policy); near the reference
+                                                                         k2's to first order
 
-In the reward instead of the loss (`kl.in: reward`; Ziegler et al. 2019, arXiv 1909.08593, equation 2; verl's `apply_kl_penalty`), each
-token earns -coefficient * k1, a constant for the gradient. The credit method counts these rewards as it counts others
-(`Member.penalties`): where it gives a token the sum of what comes from its turn on, the policy gradient is an unbiased estimate of that of
-KL(policy || reference) of whole episodes.
+In the reward instead of the loss (`kl.in: reward`; Ziegler et al. 2019, arXiv 1909.08593, equation 2; verl's
+`apply_kl_penalty`), each token earns -coefficient * k1, a constant for the gradient. The credit method counts these
+rewards as it counts others (`Member.penalties`): where it gives a token the sum of what comes from its turn on, the
+policy gradient is an unbiased estimate of that of KL(policy || reference) of whole episodes.
 
-Rollout correction: the sampler drew the tokens (another engine, other kernels, perhaps older weights), but the denominator of the clipped
-ratio is the proximal policy. With proximal / sampler as weight of a loss in current / proximal, the product is current / sampler, the ratio
-of importance sampling: the decoupled objective of AReaL (arXiv 2505.24298, equation 5), in which only current / proximal is clipped.
+Rollout correction: the sampler drew the tokens (another engine, other kernels, perhaps older weights), but the
+denominator of the clipped ratio is the proximal policy. With proximal / sampler as weight of a loss in current /
+proximal, the product is current / sampler, the ratio of importance sampling: the decoupled objective of AReaL (arXiv
+2505.24298, equation 5), in which only current / proximal is clipped.
 
     truncate:  min(max(ratio, low), high)            truncated importance sampling (Ionides 2008; IMPALA's rho,
                                                      arXiv 1802.01561, 4.1)
     mask:      ratio where low <= ratio <= high,     masked importance sampling (IcePop, arXiv 2510.18855)
                else 0
 
-At the level of a turn or a row, all of its tokens have one weight: the geometric mean of their ratios (as in GSPO, arXiv
+At the level of a turn or a row, all of its tokens have one weight: the geometric mean of their ratios (as in GSPO,
+arXiv
 2507.18071, equation 7), because a product would grow with the length. Weights have no gradient.
 """
 
@@ -102,7 +108,8 @@ def token_kl(estimator: Literal["k1", "k2", "k3"], logprobs: Tensor, reference: 
 
 
 def correction_weights(spec: RolloutCorrectionSpec, tokens: LossTokens) -> tuple[Tensor, Tensor]:
-    """The factor of each token's policy loss, [n], detached (1 for all with `kind: none`), and whether `mask` dropped it, bool [n]."""
+    """The factor of each token's policy loss, [n], detached (1 for all with `kind: none`), and whether `mask` dropped
+    it, bool [n]."""
     ratio = proximal_sampler_ratio(spec.level, tokens)
     if spec.kind == "none":
         return torch.ones_like(ratio), torch.zeros_like(ratio, dtype=torch.bool)

@@ -1,13 +1,14 @@
 """Expert choices of the sampler in the trainer's forward pass (rollout routing replay, arXiv 2510.11370).
 
-A router chooses the experts of a token by its largest logits. Sampler and trainer compute these logits with other kernels, so near a
-tie they choose differently, and then the log-probs of one token differ by much more than by rounding. With the sampler's choices in
-the rows, the routers of the trainer use the same experts; the weights of the experts are computed from the trainer's own logits, so
-gradients reach the router.
+A router chooses the experts of a token by its largest logits. Sampler and trainer compute these logits with other
+kernels, so near a tie they choose differently, and then the log-probs of one token differ by much more than by
+rounding. With the sampler's choices in the rows, the routers of the trainer use the same experts; the weights of the
+experts are computed from the trainer's own logits, so gradients reach the router.
 
 Invariants:
-- A model is accepted only if each router's output is (logits, weights, choices), the weights follow from logits and choices by a
-  known formula, and the model's log-probs depend on the choices. All three are checked on the loaded model.
+- A model is accepted only if each router's output is (logits, weights, choices), the weights follow from logits and
+  choices by a known formula, and the model's log-probs depend on the choices. All three are checked on the loaded
+  model.
 - A token without known choices uses the router's own.
 """
 
@@ -50,7 +51,8 @@ class RouterReplay:
         model(...)                  # the given choices
         replay.use(None)
 
-    The choices stay in use until the next call of `use`: gradient checkpointing runs a layer again in the backward pass.
+    The choices stay in use until the next call of `use`: gradient checkpointing runs a layer again in the backward
+    pass.
 
     Args:
         model: A model of transformers, with or without routers.
@@ -75,7 +77,8 @@ class RouterReplay:
         return sorted(self._formulas)
 
     def use(self, experts: torch.Tensor | None) -> None:
-        """Use these choices, int [T, layers, top_k] with -1 where not known, in the next passes; None: the routers' own."""
+        """Use these choices, int [T, layers, top_k] with -1 where not known, in the next passes; None: the routers'
+        own."""
         self._used = experts
 
     def problem(self) -> str | None:
@@ -84,11 +87,15 @@ class RouterReplay:
             return "it has no routers that transformers declares (`router_logits`)"
         missing = [layer for layer in self.layers if self._formulas[layer] is None]
         if missing:
-            return f"the output of its router in layer {missing[0]} is not (logits, weights, choices) with a known formula of weights"
+            return (
+                f"the output of its router in layer {missing[0]} is not (logits, weights, choices) with a known "
+                "formula of weights"
+            )
         return None
 
     def seen(self) -> torch.Tensor:
-        """The routers' own choices in the newest pass that was observed, int32 [T, layers, top_k]; -1 in layers without a router."""
+        """The routers' own choices in the newest pass that was observed, int32 [T, layers, top_k]; -1 in layers without
+        a router."""
         first = self._seen[self.layers[0]]
         choices_by_layer = torch.full((len(first), self.layers[-1] + 1, first.shape[-1]), -1, dtype=torch.int32)
         for layer, choices in self._seen.items():
@@ -109,7 +116,8 @@ class RouterReplay:
             logits, weights, chosen = output
             if layer >= used.shape[1] or used.shape[2] != chosen.shape[-1] or len(used) != len(chosen):
                 raise TrainError(
-                    f"the rows have experts of {tuple(used.shape)} [tokens, layers, top_k]; layer {layer} of {self._name} chooses "
+                    f"the rows have experts of {tuple(used.shape)} [tokens, layers, top_k]; layer {layer} of "
+                    f"{self._name} chooses "
                     f"{chosen.shape[-1]} for each of {len(chosen)} tokens: were they sampled with another model?",
                     kind="train_setup",
                 )

@@ -1,6 +1,8 @@
-"""Makes the parts of a training from its spec: the `train:` section and the learner, and says what of the spec a resume may change.
+"""Makes the parts of a training from its spec: the `train:` section and the learner, and says what of the spec a resume
+may change.
 
-A changed value holds from the first step that is not in the batch log; steps that are repeated use the learning rate that they had.
+A changed value holds from the first step that is not in the batch log; steps that are repeated use the learning rate
+that they had.
 """
 
 from __future__ import annotations
@@ -56,15 +58,16 @@ ALLOWED = (
     "rollout.out",
     "description",
 )
-"""Paths of values that a resume may change, with `resumable_keys`: they do not change what an episode or a row is. `*` stands for any characters."""
+"""Paths of values that a resume may change, with `resumable_keys`: they do not change what an episode or a row is. `*`
+stands for any characters."""
 
 
 def train_spec_of(loaded: LoadedSpec) -> TrainSpec:
     """The spec's `train:` section as it is used; with `epochs`, `steps` is the number of steps that they take.
 
     Raises:
-        TrainError: kind `train_setup`: the spec has no `train:` section, its backend cannot be trained with, or there are no
-            rows of `train.data`.
+        TrainError: kind `train_setup`: the spec has no `train:` section, its backend cannot be trained with, or there
+            are no rows of `train.data`.
         SpecError: with `epochs`, the tasks cannot be read.
     """
     spec = loaded.spec
@@ -146,7 +149,8 @@ def learner_of(loaded: LoadedSpec, format: ChatTemplate, process_group: ProcessG
     named = set(process_group.all_gather(train.precision_on(pick_device(train.device, "train.device").type)))
     if len(named) > 1:
         raise TrainError(
-            f"the processes of this training compute in {' and '.join(sorted(named))}; write the one with which it began as "
+            f"the processes of this training compute in {' and '.join(sorted(named))}; write the one with which it "
+            "began as "
             "`train.precision`",
             kind="train_setup",
         )

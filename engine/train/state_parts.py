@@ -1,9 +1,11 @@
-"""A checkpoint -> its named parts: each owner of state that a resumed training needs declares one part, and no part is skipped.
+"""A checkpoint -> its named parts: each owner of state that a resumed training needs declares one part, and no part is
+skipped.
 
     parts = {"policy": StatePart(2, tensors, load)}       # folder `policy`, version 2
 
-A checkpoint lists its parts with their versions. A part that a training does not have, or has in another version, is refused
-by name. Every process writes and reads its own part of each tensor (`tensor_files.py`): moments are sharded as the parameters are.
+A checkpoint lists its parts with their versions. A part that a training does not have, or has in another version, is
+refused by name. Every process writes and reads its own part of each tensor (`tensor_files.py`): moments are sharded as
+the parameters are.
 """
 
 from __future__ import annotations
@@ -61,7 +63,8 @@ def load_parts(parts: Mapping[str, StatePart], folder: Path) -> None:
 
 @contextmanager
 def _part_folder(checkpoint: Path, name: str) -> Iterator[Path]:
-    """The folder of a part. A checkpoint of format 2 or older has one file for each part; then this is a folder with that file."""
+    """The folder of a part. A checkpoint of format 2 or older has one file for each part; then this is a folder with
+    that file."""
     file = checkpoint / f"{name}.safetensors"
     if not file.is_file():
         yield checkpoint / name
@@ -77,7 +80,8 @@ def optimizer_tensors(
     length: float | None,
     process_group: ProcessGroup,
 ) -> dict[str, torch.Tensor]:
-    """The part `optimizer`: moments, this process's random state, uint8 [bytes], and the length that a loss measured."""
+    """The part `optimizer`: moments, this process's random state, uint8 [bytes], and the length that a loss
+    measured."""
     stored = {
         _random_name(process_group): torch.get_rng_state(),
         LENGTH: torch.tensor(length or 0.0, dtype=torch.float64),
@@ -91,7 +95,8 @@ def load_optimizer(
     parameters: Mapping[str, torch.nn.Parameter],
     process_group: ProcessGroup,
 ) -> float | None:
-    """Read what `optimizer_tensors` returned. Returns the length, 0 if it was not measured yet; None: engines did not measure it then.
+    """Read what `optimizer_tensors` returned. Returns the length, 0 if it was not measured yet; None: engines did not
+    measure it then.
 
     A process that had no random state takes that of process 0.
     """
@@ -109,7 +114,8 @@ def load_optimizer(
 
 
 def moments(optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.nn.Parameter]) -> dict[str, torch.Tensor]:
-    """This process's moments, in the shapes of their parameters, and step counts by `<parameter>::exp_avg` and so on."""
+    """This process's moments, in the shapes of their parameters, and step counts by `<parameter>::exp_avg` and so
+    on."""
     return {
         f"{name}::{key}": plain_moment(torch.as_tensor(value))
         for name, parameter in parameters.items()

@@ -38,15 +38,18 @@ class TrainResult:
     """Metrics of the last step."""
     checkpoint: Path | None = None
     model: Path | None = None
-    """A complete model beside the checkpoints, with the adapter merged in: after a training on written episodes with LoRA."""
+    """A complete model beside the checkpoints, with the adapter merged in: after a training on written episodes with
+    LoRA."""
     best: float | None = None
     best_step: int | None = None
     interrupted: bool = False
     faults: list[str] = field(default_factory=list)
     repeated_steps: int = 0
-    """Steps that this launch repeated from stored episodes, because they came after the checkpoint that it resumed from."""
+    """Steps that this launch repeated from stored episodes, because they came after the checkpoint that it resumed
+    from."""
     resumed: Counter[str] = field(default_factory=Counter)
-    """Totals of this launch of the metrics `rollout/…`: episodes that continued, tokens sampled again, groups dropped."""
+    """Totals of this launch of the metrics `rollout/…`: episodes that continued, tokens sampled again, groups
+    dropped."""
     missing_signal: str = ""
     """How many steps of this launch had no learning signal, and why; empty if few or none."""
     cost: Cost | None = None
@@ -99,14 +102,16 @@ class StepSource(ABC):
 
     @abstractmethod
     def opened(self, result: TrainResult) -> AbstractAsyncContextManager[None]:
-        """Be ready inside the block, after the newest checkpoint has been read; complete the result when it ends without an error."""
+        """Be ready inside the block, after the newest checkpoint has been read; complete the result when it ends
+        without an error."""
 
     @abstractmethod
     def rows_of(self, record: BatchRecord) -> list[TrainingRow] | None:
         """The rows of a recorded step; None if one of them is gone."""
 
     async def begin(self, records: Sequence[BatchRecord]) -> None:  # noqa: B027
-        """`batch` follows. The steps of the records, all that the training has, are made; the backend has the weights after them."""
+        """`batch` follows. The steps of the records, all that the training has, are made; the backend has the weights
+        after them."""
 
     @abstractmethod
     async def batch(self) -> StepBatch:

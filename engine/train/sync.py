@@ -1,9 +1,10 @@
 """Sends new weights to the backend.
 
-Invariant: after `push` returns, every new request is sampled with these weights and its tokens carry their version. If that is
-not certain, `push` raises.
+Invariant: after `push` returns, every new request is sampled with these weights and its tokens carry their version. If
+that is not certain, `push` raises.
 
-Where servers and trainer are on the same GPUs in turn, a plugin lends the servers' memory to a running update; the next push gives it back.
+Where servers and trainer are on the same GPUs in turn, a plugin lends the servers' memory to a running update; the next
+push gives it back.
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ class WeightSync(Protocol):
             version: The version that every token sampled from now on carries; not negative.
 
         Raises:
-            TrainError: kind `weights_not_taken`: the backend did not load the weights, or reports another version. The message
-                names the server and the versions of the others.
+            TrainError: kind `weights_not_taken`: the backend did not load the weights, or reports another version. The
+                message names the server and the versions of the others.
         """
         ...
 
@@ -67,7 +68,8 @@ def open_sync(spec: EpisodeSpec, backend: Backend, folder: Path, *, lora: bool) 
     Args:
         spec: The spec.
         backend: The backend, started.
-        folder: The training's folder; weights for `disk` and `adapter` are in its folder `weights`, unless the spec names another.
+        folder: The training's folder; weights for `disk` and `adapter` are in its folder `weights`, unless the spec
+            names another.
         lora: Whether the policy is a LoRA adapter.
 
     Raises:
@@ -103,7 +105,8 @@ class LentMemory:
 
 
 LEND_MEMORY: Hook[Callable[[LoadedSpec, Backend], LentMemory | None]] = Hook("lend_memory")
-"""Lets the servers of a training's backend, which is not started yet, lend their memory; None if the spec does not ask for it."""
+"""Lets the servers of a training's backend, which is not started yet, lend their memory; None if the spec does not ask
+for it."""
 
 
 def open_memory(loaded: LoadedSpec, backend: Backend) -> LentMemory:

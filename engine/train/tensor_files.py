@@ -1,7 +1,8 @@
-"""Tensors, sharded or not, in safetensors files: each process writes and reads only its own part (`torch.distributed.checkpoint`).
+"""Tensors, sharded or not, in safetensors files: each process writes and reads only its own part
+(`torch.distributed.checkpoint`).
 
-A folder has one file for each process that wrote it. It can be read by another number of processes, or by one. The file's header
-says which part of each tensor it holds; nothing is pickled.
+A folder has one file for each process that wrote it. It can be read by another number of processes, or by one. The
+file's header says which part of each tensor it holds; nothing is pickled.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
 
 
 def write_tensors(tensors: Mapping[str, Tensor], folder: Path, process_group: ProcessGroup) -> None:
-    """Write tensors. Every process must call this; a tensor that is not sharded is written by one of the processes that pass it.
+    """Write tensors. Every process must call this; a tensor that is not sharded is written by one of the processes that
+    pass it.
 
     Args:
         tensors: By name, each of any shape; scalars are shape [].
@@ -52,7 +54,8 @@ def write_tensors(tensors: Mapping[str, Tensor], folder: Path, process_group: Pr
 
 
 def read_tensors(tensors: Mapping[str, Tensor], folder: Path, process_group: ProcessGroup) -> None:
-    """Read into tensors, in place: of a sharded tensor only this process's part. Every process must call this with the same names.
+    """Read into tensors, in place: of a sharded tensor only this process's part. Every process must call this with the
+    same names.
 
     Args:
         tensors: By name; each has the shape of the tensor in the files, and any dtype.

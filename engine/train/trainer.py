@@ -1,9 +1,10 @@
-"""One training, new or resumed. A step is in the batch log before its weights are sent out, and its line of `metrics.jsonl` follows it.
+"""One training, new or resumed. A step is in the batch log before its weights are sent out, and its line of
+`metrics.jsonl` follows it.
 
     result = await Trainer(loaded, folder).run()
 
-However a training ends, by an error, a divergence, a signal or a lost server, the weights after the last update are in a checkpoint,
-and an error's message names it. Before the first update there is nothing to save.
+However a training ends, by an error, a divergence, a signal or a lost server, the weights after the last update are in
+a checkpoint, and an error's message names it. Before the first update there is nothing to save.
 """
 
 from __future__ import annotations
@@ -108,10 +109,12 @@ class Trainer:
         """Metrics of the step's push of weights."""
 
     async def run(self, *, stop: asyncio.Event | None = None) -> TrainResult:
-        """Train to the last step, or until `stop` is set. Then a checkpoint is written; running episodes stay in the store.
+        """Train to the last step, or until `stop` is set. Then a checkpoint is written; running episodes stay in the
+        store.
 
         Raises:
-            TrainError: kind `train_setup`: the training cannot start; `diverged`; `no_data`: there is nothing to train on.
+            TrainError: kind `train_setup`: the training cannot start; `diverged`; `no_data`: there is nothing to train
+                on.
             EngineError: the backend, the store or the evaluation failed.
         """
         try:
@@ -212,12 +215,14 @@ class Trainer:
         return records
 
     def _repeated_step(self) -> None:
-        """After a repeated step: write the checkpoint that is due, so that repeated kills do not repeat the same steps."""
+        """After a repeated step: write the checkpoint that is due, so that repeated kills do not repeat the same
+        steps."""
         if self.state.step % self.train.checkpoints.every == 0:
             self._newest_checkpoint = self._checkpoints.write(self.state, self.learner)
 
     async def _write_missing_lines(self, records: Sequence[BatchRecord], stop: asyncio.Event | None) -> None:
-        """Write the metrics of finished steps that have no line yet, because an earlier launch ended before it wrote them."""
+        """Write the metrics of finished steps that have no line yet, because an earlier launch ended before it wrote
+        them."""
         written = {int(line["step"]): line for line in read_metrics(self.folder)}
         for step in sorted(written.keys() - {0}):  # also of repeated steps, whose checkpoints do not have it
             self._evaluator.note(step, written[step])
@@ -268,7 +273,8 @@ class Trainer:
     # --- steps ----------------------------------------------------------------------------------------------
 
     async def _steps(self, result: TrainResult, stop: asyncio.Event | None) -> None:
-        """Make steps up to the last one. `stop` ends the collection of a batch at once, but a running update is finished."""
+        """Make steps up to the last one. `stop` ends the collection of a batch at once, but a running update is
+        finished."""
         while self.state.step < self.train.steps and not result.interrupted:
             began = time.perf_counter()
             batch = await unless_stopped(stop, self.source.batch())
@@ -417,7 +423,8 @@ async def unless_stopped(stop: asyncio.Event | None, work: Awaitable[T]) -> T | 
 
 
 async def in_whole(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """The result of a function that runs in a thread, in which it cannot be stopped: a cancellation waits for its end."""
+    """The result of a function that runs in a thread, in which it cannot be stopped: a cancellation waits for its
+    end."""
     work = asyncio.ensure_future(asyncio.to_thread(function, *args, **kwargs))
     try:
         return await asyncio.shield(work)

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 
 class EpisodeScope:
-    """The data that the calls of one attempt of an episode share: it lost `losses` event loops in earlier attempts. In the `last` one, a lost
-    call is a failure: the episode is not resumed once more.
+    """The data that the calls of one attempt of an episode share: it lost `losses` event loops in earlier attempts. In
+    the `last` one, a lost call is a failure: the episode is not resumed once more.
     """
 
     __slots__ = ("code_loop", "episode", "last", "losses")
@@ -163,8 +163,8 @@ class CodeCall:
 
 
 class LoopReplacedError(SpecCodeError):
-    """The event loop that the call `what` ran on, or that its object is bound to, was blocked by another call (`blocker`, if known) and
-    replaced. `repeatable`: the episode can be resumed from its journal.
+    """The event loop that the call `what` ran on, or that its object is bound to, was blocked by another call
+    (`blocker`, if known) and replaced. `repeatable`: the episode can be resumed from its journal.
     """
 
     def __init__(self, what: str, blocker: CodeCall | None, blame: Blame, *, repeatable: bool) -> None:

@@ -1,12 +1,13 @@
-"""Calls of `async` code -> their results, from an event loop in a thread of its own, with a watchdog that notices when it is blocked.
+"""Calls of `async` code -> their results, from an event loop in a thread of its own, with a watchdog that notices when
+it is blocked.
 
 The main loop passes all calls of one iteration at once, and gets all results of one iteration of this loop at
-once: a burst of calls costs one wake-up in each direction. One task runs those that do not wait, one after the other, each in a
-context of its own.
+once: a burst of calls costs one wake-up in each direction. One task runs those that do not wait, one after the other,
+each in a context of its own.
 
-Every `TICK` the watchdog schedules a callback on the loop. A loop that does not run it is blocked. The stack of its thread
-holds the running `Handle`. The loop says which call a step belongs to; tasks and callbacks that a call has started have a context
-that names it.
+Every `TICK` the watchdog schedules a callback on the loop. A loop that does not run it is blocked. The stack of its
+thread holds the running `Handle`. The loop says which call a step belongs to; tasks and callbacks that a call has
+started have a context that names it.
 The time for which a loop is blocked does not count for the deadlines of other calls on it. A loop that is blocked by an
 abandoned or ended call is replaced.
 """
@@ -43,16 +44,16 @@ WARN_SECONDS = 1.0
 UNKNOWN_SECONDS = 5.0
 """Seconds of blocking by an unknown call after which the loop is replaced."""
 MAX_THREADS = 1024
-"""Maximum number of threads of `asyncio.to_thread` in user code. asyncio's own maximum, a few more than the number of cores,
-would make healthy calls wait for hung ones."""
+"""Maximum number of threads of `asyncio.to_thread` in user code. asyncio's own maximum, a few more than the number of
+cores, would make healthy calls wait for hung ones."""
 END_SECONDS = 0.5
 """Seconds that an ending loop waits for its tasks, and its owner for the loop."""
 _RUN = Handle._run.__code__
 
 
 class CodeLoop:
-    """One event loop in its own thread, for the calls of one main loop. Blocked permanently, it calls `on_blocked` on the main loop, and
-    `interrupter` ends the code that blocks it.
+    """One event loop in its own thread, for the calls of one main loop. Blocked permanently, it calls `on_blocked` on
+    the main loop, and `interrupter` ends the code that blocks it.
     """
 
     def __init__(self, on_blocked: Callable[[CodeLoop], None], interrupter: Interrupter) -> None:
@@ -186,7 +187,8 @@ class CodeLoop:
         self._loop.create_task(self._run(deque(calls)))
 
     async def _run(self, calls: deque[CodeCall]) -> None:
-        """Run calls one after the other, as long as they do not wait: one that waits keeps this task, and another runs the rest."""
+        """Run calls one after the other, as long as they do not wait: one that waits keeps this task, and another runs
+        the rest."""
         task = asyncio.current_task()
         while calls:
             call = calls.popleft()
@@ -351,7 +353,8 @@ _SHOWN = 6
 
 
 _tasks: set[asyncio.Task[Any]] = set()
-"""Tasks on code loops that have not ended. Garbage collection closes a coroutine, which runs user code in the collecting
+"""Tasks on code loops that have not ended. Garbage collection closes a coroutine, which runs user code in the
+collecting
 thread: so each task is kept until it has ended."""
 
 
@@ -385,8 +388,9 @@ _GROWTH = 4
 class CodeLoops:
     """Chooses a loop for each asynchronous call: one for all episodes, and another after code has blocked one.
 
-    Each time a loop is blocked, the number of loops grows, and an episode that lost its loop moves to another. So blocking code
-    delays fewer and fewer other calls, without knowing in advance which code blocks. Used only in the main loop's thread.
+    Each time a loop is blocked, the number of loops grows, and an episode that lost its loop moves to another. So
+    blocking code delays fewer and fewer other calls, without knowing in advance which code blocks. Used only in the
+    main loop's thread.
     """
 
     def __init__(self, interrupter: Interrupter) -> None:
@@ -395,7 +399,8 @@ class CodeLoops:
         self._most = 1
 
     def choose(self, scope: EpisodeScope | None, tries: int = 0) -> CodeLoop:
-        """Choose a loop for a call that is not bound to one and has lost its loop `tries` times; not a blocked one, if another is available."""
+        """Choose a loop for a call that is not bound to one and has lost its loop `tries` times; not a blocked one, if
+        another is available."""
         only = self._loops.get(0) if self._most == 1 else None
         if only is not None and not (only.warned and only.blocks) and only.main is asyncio.get_running_loop():
             return only

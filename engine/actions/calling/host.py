@@ -1,5 +1,5 @@
-"""Hosts of a spec's code. An entry point is loaded once per run, by the host of its `isolation.mode`; a host that runs code outside
-of this process applies the deadlines of its calls itself.
+"""Hosts of a spec's code. An entry point is loaded once per run, by the host of its `isolation.mode`; a host that runs
+code outside of this process applies the deadlines of its calls itself.
 
     environment = workers.load(CodeOrigin(use="game:Chess", base=folder, role="environment"), isolation)
     board = await environment.build("environment", "replayable", seconds=60.0)   # for one episode
@@ -47,7 +47,8 @@ class CodeOrigin(Struct, frozen=True, kw_only=True):
     name: str | None = None
     """A tool's name, if the spec gives one."""
     loads: str | None = None
-    """Entry point of a function with the same arguments, which a new process calls before it builds the first object."""
+    """Entry point of a function with the same arguments, which a new process calls before it builds the first
+    object."""
 
 
 class InvalidArguments(Exception):
@@ -87,7 +88,8 @@ class HostedTool:
 
 
 class HostedObject:
-    """An object that a host holds. Its methods are attributes, like those of the object itself, and are `HostedCallable`s."""
+    """An object that a host holds. Its methods are attributes, like those of the object itself, and are
+    `HostedCallable`s."""
 
     def offered(self) -> list[tuple[HostedTool, ToolShape]]:
         """The tool that it is, or the tools that it offers."""
@@ -139,10 +141,12 @@ class CodeHost(ABC):
 
     @abstractmethod
     def load(self, origin: CodeOrigin, isolation: IsolationSpec) -> SpecCode:
-        """Load an entry point. It may block: it is called when a run starts. Raises: EngineError: it cannot be loaded."""
+        """Load an entry point. It may block: it is called when a run starts. Raises: EngineError: it cannot be
+        loaded."""
 
     def apart(self, base: Path) -> EpisodeHost | None:
-        """Return a host whose code cannot end this process, for an episode during which the engine died; None: there is none."""
+        """Return a host whose code cannot end this process, for an episode during which the engine died; None: there is
+        none."""
         return None
 
     def close(self) -> None:
@@ -178,7 +182,8 @@ class CodeHere(SpecCode):
         return self._target, shape_or_fault(self._target, self.origin.name, f"tools: `{self.origin.use}`")
 
     async def build(self, blame: Blame, effects: Effects, seconds: float) -> Any:
-        """See `SpecCode.build`. With `async` methods it is built on the loop that they run on, so that it may open sessions there."""
+        """See `SpecCode.build`. With `async` methods it is built on the loop that they run on, so that it may open
+        sessions there."""
         make = self._make_on_loop if self._on_loop else self._make
         return await self._call(make, blame, seconds=seconds, blame=blame, what=f"`{self.origin.use}`")
 
@@ -206,7 +211,8 @@ class ThisProcess(CodeHost):
 
 
 class SpecFunction:
-    """A function of the spec, such as a scorer, loaded once per run; `answer` is what it returns: `rewards`, `step` or `text`.
+    """A function of the spec, such as a scorer, loaded once per run; `answer` is what it returns: `rewards`, `step` or
+    `text`.
 
     Raises:
         EngineError: it cannot be loaded.
@@ -232,7 +238,8 @@ class SpecFunction:
 
 
 def shape_or_fault(function: Any, name: str | None, where: str) -> ToolShape:
-    """Return the shape of a function as a tool. Raises: EngineError: it is no valid tool; the message says what to change."""
+    """Return the shape of a function as a tool. Raises: EngineError: it is no valid tool; the message says what to
+    change."""
     try:
         return shape_of(function, name)
     except (TypeError, NameError, AttributeError, ValueError) as error:

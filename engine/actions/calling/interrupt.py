@@ -7,13 +7,14 @@ inside of it. Rules, so that no other code is interrupted:
 - Only threads that have computed for `BUSY_SECONDS` since then. Waiting code costs nothing and is not interrupted.
 - Only while the innermost Python frame is code of the spec. An exception inside the standard library could
   leave a lock held, for example the lock of `logging`, and block the whole process.
-- Never after the thread has left the user code: `Interrupter.release` and the watcher exclude each other by a lock, and an
-  exception that is pending then is raised and caught in `release`.
+- Never after the thread has left the user code: `Interrupter.release` and the watcher exclude each other by a lock, and
+  an exception that is pending then is raised and caught in `release`.
 
-An exception is never withdrawn (`PyThreadState_SetAsyncExc` with NULL): CPython 3.11 would keep the flag "an exception is
-pending" for the whole process, and each thread with a profiler, debugger or coverage would hang at its next call.
+An exception is never withdrawn (`PyThreadState_SetAsyncExc` with NULL): CPython 3.11 would keep the flag "an exception
+is pending" for the whole process, and each thread with a profiler, debugger or coverage would hang at its next call.
 
-Code that catches `BaseException` and continues is interrupted again. Code in C that does not return cannot be interrupted.
+Code that catches `BaseException` and continues is interrupted again. Code in C that does not return cannot be
+interrupted.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ _SHOWN = 6
 
 
 class Interrupted(BaseException):
-    """Raised inside code whose call was abandoned. Not an `Exception`, so that retry loops in a spec's code do not catch it."""
+    """Raised inside code whose call was abandoned. Not an `Exception`, so that retry loops in a spec's code do not
+    catch it."""
 
 
 class CodeThread:
@@ -108,7 +110,10 @@ class Interrupter:
             f"{self.ended + uninterruptible} calls kept computing after their deadline: {self.ended} were interrupted"
         )
         if uninterruptible:
-            text += f", {uninterruptible} cannot be interrupted and slow down all other calls; run that code with `isolation: process`"
+            text += (
+                f", {uninterruptible} cannot be interrupted and slow down all other calls; run that code with "
+                "`isolation: process`"
+            )
         return text
 
     def add(self, thread: CodeThread, call: CodeCall | None) -> None:
@@ -189,8 +194,9 @@ _INTERRUPTED = ctypes.py_object(Interrupted)
 def _interrupt_thread(ident: int) -> None:
     """Make a thread raise `Interrupted` at its next bytecode; the current thread raises and catches it here.
 
-    The current thread always raises one: CPython 3.11 then clears the flag of the process that an exception is pending. While that
-    is set, threads with a profiler or debugger hang, and the other thread may wait in C for long. It raises its own all the same.
+    The current thread always raises one: CPython 3.11 then clears the flag of the process that an exception is pending.
+    While that is set, threads with a profiler or debugger hang, and the other thread may wait in C for long. It raises
+    its own all the same.
     """
     thread, current = ctypes.c_ulong(ident), ctypes.c_ulong(threading.get_ident())
     try:

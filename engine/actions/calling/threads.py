@@ -1,8 +1,8 @@
 """Calls of plain code -> their results, from threads of which a hung one is replaced and holds no slot.
 
 A thread that hangs cannot be stopped from outside. When its call is given up, another thread may take its place, so
-that a hung call holds no slot; if it is busy, it is interrupted (`interrupt.py`). Threads are daemons: they do not keep the
-process alive.
+that a hung call holds no slot; if it is busy, it is interrupted (`interrupt.py`). Threads are daemons: they do not keep
+the process alive.
 """
 
 from __future__ import annotations

@@ -2,15 +2,15 @@
 
 Where code runs:
 - plain functions: in threads (`threads.py`);
-- `async` functions: on an event loop in a thread of its own, a code loop (`code_loop.py`). There is one for all episodes,
-  and more once code has blocked it; all calls of an episode's objects find the same one;
+- `async` functions: on an event loop in a thread of its own, a code loop (`code_loop.py`). There is one for all
+  episodes, and more once code has blocked it; all calls of an episode's objects find the same one;
 - `async` functions of the engine that are marked `@on_main_loop`: on the main loop. They wait for the engine's own
   parts (models, worker processes) and must never block.
 
 A deadline begins when the call begins, not while it waits for a thread or for a loop that another call blocks.
-If the process got too little CPU or Python's lock was busy while a call ran (`LoopDelay`), the deadline is extended once.
-A call past its deadline is abandoned: its caller gets a typed error, whatever the thread does. Code that continues to compute is
-interrupted (`interrupt.py`).
+If the process got too little CPU or Python's lock was busy while a call ran (`LoopDelay`), the deadline is extended
+once. A call past its deadline is abandoned: its caller gets a typed error, whatever the thread does. Code that
+continues to compute is interrupted (`interrupt.py`).
 """
 
 from __future__ import annotations
@@ -71,7 +71,8 @@ class Workers:
         """Called first when these workers close: ends connections of the run."""
 
     def load(self, origin: CodeOrigin, isolation: IsolationSpec) -> SpecCode:
-        """Load an entry point in the host of its mode. Raises: EngineError: it cannot be loaded, or the mode's plugin is missing."""
+        """Load an entry point in the host of its mode. Raises: EngineError: it cannot be loaded, or the mode's plugin
+        is missing."""
         return self._host(str(isolation.mode)).load(origin, isolation)
 
     def apart(self, base: Path) -> EpisodeHost | None:
@@ -206,9 +207,10 @@ async def call_spec_code(
 ) -> Any:
     """Call a spec's code, in the place that the module's docstring describes.
 
-    Keyword arguments come in a `functools.partial`, so that no name of theirs can clash with one of ours. An `external` call is never
-    repeated where its loop is replaced. A `bound` call belongs to an object of the episode, which may hold locks or sessions of its
-    loop; left out: methods and objects do, functions do not. `place`: where the function runs, if the caller knows it.
+    Keyword arguments come in a `functools.partial`, so that no name of theirs can clash with one of ours. An `external`
+    call is never repeated where its loop is replaced. A `bound` call belongs to an object of the episode, which may
+    hold locks or sessions of its loop; left out: methods and objects do, functions do not. `place`: where the function
+    runs, if the caller knows it.
 
     Raises:
         SpecCodeError: kind `<blame>_timeout` past the deadline, `<blame>_error` for what it raised.
@@ -318,10 +320,11 @@ TICK = 0.05
 
 
 class LoopDelay:
-    """Sums the delays of a timer of the main loop while calls run; the caller counts calls and calls `start` for a new loop.
+    """Sums the delays of a timer of the main loop while calls run; the caller counts calls and calls `start` for a new
+    loop.
 
-    The timer fires late if threads hold Python's lock, the loop's own work takes long, or the machine is loaded. Calls in threads wait
-    for the same reasons, and their wall time counts against their deadlines.
+    The timer fires late if threads hold Python's lock, the loop's own work takes long, or the machine is loaded. Calls
+    in threads wait for the same reasons, and their wall time counts against their deadlines.
     """
 
     __slots__ = ("_due", "calls", "loop", "seconds")

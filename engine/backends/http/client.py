@@ -2,8 +2,8 @@
 
 No redirects, cookies, compression, proxies.
 
-Invariant: a connection serves one request at a time. It becomes free only after a whole reply was read and no byte is left over;
-in every other case it is closed. So a reply can never be given to another request.
+Invariant: a connection serves one request at a time. It becomes free only after a whole reply was read and no byte is
+left over; in every other case it is closed. So a reply can never be given to another request.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class HttpCall:
 
 
 class SharedBuffer:
-    """Memory for arriving bytes, and requests that wait to be sent. All connections of a client share one: bytes are read
-    out of it before others arrive."""
+    """Memory for arriving bytes, and requests that wait to be sent. All connections of a client share one: bytes are
+    read out of it before others arrive."""
 
     __slots__ = ("bytes", "outbox", "view")
 
@@ -72,8 +72,8 @@ class SharedBuffer:
         self.bytes = bytearray(_READ_BYTES)
         self.view = memoryview(self.bytes)
         self.outbox: list[tuple[Connection, HttpCall, bytes]] = []
-        """The requests of one round of the event loop, which are sent together at its end. Sending wakes a sleeping server;
-        many requests in a row wake it once."""
+        """The requests of one round of the event loop, which are sent together at its end. Sending wakes a sleeping
+        server; many requests in a row wake it once."""
 
     def send_all(self) -> None:
         """Send the waiting requests, except those that were given up."""
@@ -102,7 +102,8 @@ class Connection(asyncio.BufferedProtocol):
         """The connection takes no more requests."""
 
     def send(self, call: HttpCall) -> None:
-        """Send a whole request. The pieces are joined here, so that the joined bytes are not kept until the reply arrives."""
+        """Send a whole request. The pieces are joined here, so that the joined bytes are not kept until the reply
+        arrives."""
         assert self.call is None, "a connection serves one request at a time"
         self._reader.start(call.most)
         self.call = call
@@ -174,7 +175,8 @@ class Connection(asyncio.BufferedProtocol):
         self.fail(HttpFailure(f"the connection was lost {where}{reason}", answered=answered, reused=self.served > 0))
 
     def _done(self, call: HttpCall) -> None:
-        """Give the request its reply. The connection is free before, so that what the request starts next may use it."""
+        """Give the request its reply. The connection is free before, so that what the request starts next may use
+        it."""
         reader = self._reader
         self.call = None
         self.served += 1
@@ -206,8 +208,8 @@ class HttpClient:
         reply.status, reply.body
         await client.close()
 
-    Connections are opened when they are needed, and the one used last is used next. If the server closed a connection while
-    it was idle, the request is sent once more on a fresh one.
+    Connections are opened when they are needed, and the one used last is used next. If the server closed a connection
+    while it was idle, the request is sent once more on a fresh one.
     """
 
     def __init__(self, url: str, *, headers: dict[str, str] | None = None, connect_timeout: float = 10.0) -> None:
@@ -324,7 +326,8 @@ class HttpClient:
             self._free.append(connection)
 
     def failed(self, connection: Connection, call: HttpCall, failure: HttpFailure) -> None:
-        """A connection was lost before it had read the whole reply to a call. One that the server had closed while it was idle: send it once more."""
+        """A connection was lost before it had read the whole reply to a call. One that the server had closed while it
+        was idle: send it once more."""
         self._busy.discard(connection)
         call.connection = None
         if call.fresh or failure.answered or not failure.reused:

@@ -1,10 +1,10 @@
 """What a backend does while requests fail: tries again after a growing pause, or waits where it has no server to ask.
 
-A request that no server takes is not a failure of its episode. Code that finds no server calls `Outage.close`; requests then wait
-until `open` is called, or until there was no reply for `limit` seconds; deadlines stand still meanwhile.
+A request that no server takes is not a failure of its episode. Code that finds no server calls `Outage.close`; requests
+then wait until `open` is called, or until there was no reply for `limit` seconds; deadlines stand still meanwhile.
 
-Invariant: `since` is the time of the first refusal after the newest reply, however often the gate was opened in between.
-So an outage ends with a reply, or with `OutageError` after `limit` seconds.
+Invariant: `since` is the time of the first refusal after the newest reply, however often the gate was opened in
+between. So an outage ends with a reply, or with `OutageError` after `limit` seconds.
 """
 
 from __future__ import annotations
@@ -172,8 +172,8 @@ MAX_PAUSE = 10.0
 
 
 def growing_pause(failures: int) -> float:
-    """Pause in seconds after one more failure than `failures` in a row. It has a random part of 20 %, so that requests that
-    failed together are not repeated together."""
+    """Pause in seconds after one more failure than `failures` in a row. It has a random part of 20 %, so that requests
+    that failed together are not repeated together."""
     return min(MAX_PAUSE, FIRST_PAUSE * 2.0 ** min(failures, 16)) * random.uniform(0.8, 1.2)
 
 
@@ -181,7 +181,8 @@ class Tries:
     """Counts the failed attempts at one reply.
 
     An attempt that no server worked on (`BackendError.refused`) does not count as a try. It may be repeated until other
-    requests were served for `backend.wait` seconds while this one was refused. The time of an outage is not part of these
+    requests were served for `backend.wait` seconds while this one was refused. The time of an outage is not part of
+    these
     seconds: nobody is served in it, and the outage itself ends the run after `backend.wait`.
 
     Args:

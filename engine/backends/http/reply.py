@@ -69,9 +69,11 @@ def retry_seconds(value: bytes, now: float | None = None) -> float | None:
 
 
 UNAVAILABLE = (502, 503, 504, 529)
-"""Statuses that say that nobody works on the request: the server, or the one behind a proxy, is not there or overloaded (529)."""
+"""Statuses that say that nobody works on the request: the server, or the one behind a proxy, is not there or overloaded
+(529)."""
 _TOO_LONG = re.compile(
-    r"context length|longer than the model|maximum allowed length|max_req_input_len|prompt is too long|exceed context limit",
+    r"context length|longer than the model|maximum allowed length|max_req_input_len|prompt is too long|exceed context "
+    r"limit",
     re.IGNORECASE,
 )
 _KINDS = {401: "unauthorized", 403: "unauthorized", 404: "not_found"}

@@ -1,7 +1,7 @@
 """Backends whose servers take token ids: tries, deadlines, interruptions and aborts.
 
-Invariant: one call of `generate` returns at most one generation, and each of its tokens was sampled after exactly the prompt
-that was sent. Lost connections and servers change only the counts.
+Invariant: one call of `generate` returns at most one generation, and each of its tokens was sampled after exactly the
+prompt that was sent. Lost connections and servers change only the counts.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ ABORT_SECONDS = 2.0
 """Time that `close` waits until servers have received their aborts, in seconds."""
 _CERTIFICATE = ("turns_checked", "turns_unchecked", "prompt_mismatches")
 _COUNTED = (
-    "turns", "tokens", "prompt_tokens", "cached_tokens", "attempts", "retries", "interruptions", "aborts", "timeouts", "try_timeouts",
+    "turns", "tokens", "prompt_tokens", "cached_tokens", "attempts", "retries", "interruptions", "aborts", "timeouts",
+    "try_timeouts",
     "bad_replies",
 )  # fmt: skip
 
@@ -67,7 +68,8 @@ class ServersBackend(Backend):
         launched: LaunchedServers | None = None,
         layout: ExpertLayout | None = None,
     ) -> None:
-        """Nothing is opened yet. `sampling` is tested at the start; `layout`: the model's experts, where they are requested.
+        """Nothing is opened yet. `sampling` is tested at the start; `layout`: the model's experts, where they are
+        requested.
 
         Raises:
             ValueError: a URL is invalid.
@@ -124,7 +126,8 @@ class ServersBackend(Backend):
         """Check a server that is back. Raises: BackendError: It must stay out."""
 
     def spread(self, number: int) -> None:
-        """Begin with another server than the other processes of the run: among equally loaded servers the first is chosen."""
+        """Begin with another server than the other processes of the run: among equally loaded servers the first is
+        chosen."""
         servers = self.pool.servers
         servers[:] = [*servers[number % len(servers) :], *servers[: number % len(servers)]]
 
@@ -137,7 +140,8 @@ class ServersBackend(Backend):
         return None
 
     async def generate(self, request: GenerateRequest) -> Generation:
-        """Sample one reply: ids int32 [tokens], log-probs float32 [tokens]. Cancelling the call stops the server's work.
+        """Sample one reply: ids int32 [tokens], log-probs float32 [tokens]. Cancelling the call stops the server's
+        work.
 
         Raises:
             ContextOverflow: The prompt does not fit the servers' context.
@@ -148,7 +152,8 @@ class ServersBackend(Backend):
         return await self.generate_in_slot(request, Slots(1))
 
     async def generate_in_slot(self, request: GenerateRequest, slots: Slots) -> Generation:
-        """See `Backend.generate_in_slot`. The usual reply is one wait: the rest happens in the callbacks of `ReplyCall`.
+        """See `Backend.generate_in_slot`. The usual reply is one wait: the rest happens in the callbacks of
+        `ReplyCall`.
 
         Raises:
             ContextOverflow: The prompt does not fit the servers' context.
@@ -260,7 +265,8 @@ class ServersBackend(Backend):
         self.pool.forget(episode_id)
 
     async def close(self) -> None:
-        """Have the servers stop what is running, wait up to `ABORT_SECONDS` until they know, and close all connections."""
+        """Have the servers stop what is running, wait up to `ABORT_SECONDS` until they know, and close all
+        connections."""
         self.closed = True
         self._closing.set()
         for call, server in list(self.calls.items()):

@@ -1,4 +1,5 @@
-"""Checks of servers before the first episode, so that a run does not fail at its hundredth turn: their replies to test requests."""
+"""Checks of servers before the first episode, so that a run does not fail at its hundredth turn: their replies to test
+requests."""
 
 from __future__ import annotations
 
@@ -101,7 +102,8 @@ class CheckedServers(ServersBackend):
             if Path(served).resolve() != folder:  # noqa: ASYNC240  (before a run: nothing else waits)
                 raise BackendError(
                     f"{url} samples with the weights of {served}, not of {folder}: start it with "
-                    f"{cls.dialect.start.format(folder=folder)}, or evaluate in this process with --set 'backend={{kind: local}}'",
+                    f"{cls.dialect.start.format(folder=folder)}, or evaluate in this process with --set "
+                    "'backend={kind: local}'",
                     kind="wrong_server",
                 )
 
@@ -116,7 +118,8 @@ class CheckedServers(ServersBackend):
 
     @abstractmethod
     async def check_settings(self, server: Server, sampling: SamplingParams) -> int | None:
-        """Check how a server was started. Returns the maximum length of prompt and reply together; None: it is not reported.
+        """Check how a server was started. Returns the maximum length of prompt and reply together; None: it is not
+        reported.
 
         Raises:
             BackendError: It cannot be reached, or cannot serve this spec.
@@ -149,7 +152,8 @@ class CheckedServers(ServersBackend):
     async def _check_ids(self, server: Server) -> int:
         """Check that a server's tokenizer and vocabulary are those of the spec's model. Returns the number of its ids.
 
-        A server that does not tokenize, or does not say how many ids it has, is not checked. An embedding may be padded beyond the
+        A server that does not tokenize, or does not say how many ids it has, is not checked. An embedding may be padded
+        beyond the
         tokenizer: a model can sample such ids, and takes them.
         """
         ours = list(self._format.encode(SAMPLE_TEXT))
@@ -162,7 +166,8 @@ class CheckedServers(ServersBackend):
         else:
             if (theirs := reply.get("tokens")) != ours:
                 raise BackendError(
-                    f"{server.url} has another tokenizer than the spec's model: for one text it writes {theirs}, ours {ours}",
+                    f"{server.url} has another tokenizer than the spec's model: for one text it writes {theirs}, ours "
+                    f"{ours}",
                     kind="wrong_server",
                 )
         refused = await ask(server, self.dialect.path, self.dialect.test_body(logit_bias={"2147483647": 0.0}))
@@ -204,14 +209,16 @@ class CheckedServers(ServersBackend):
             return
         if self._spec.unchecked_prompts == "refuse":
             raise BackendError(
-                f"{server.url} does not report the prompt that it computed on ({self.dialect.echo}): install {self.dialect.echo_since} or "
+                f"{server.url} does not report the prompt that it computed on ({self.dialect.echo}): install "
+                f"{self.dialect.echo_since} or "
                 "later, or set `backend.unchecked_prompts: allow`",
                 kind="wrong_server",
             )
         log.warning("prompts are not compared: the server does not report them", url=server.url)
 
     async def check_servers(self, sampling: SamplingParams) -> ServerFacts:
-        """Check all servers at once. A server that cannot be reached is left out until it is back, if another one is available.
+        """Check all servers at once. A server that cannot be reached is left out until it is back, if another one is
+        available.
 
         Raises:
             OutageError: No server can be reached.
@@ -258,7 +265,8 @@ class CheckedServers(ServersBackend):
         self.pool.watch()
 
     async def _launch(self) -> None:
-        """Start the servers of `backend.launch`, if there are any. Raises: BackendError: One does not start (kind `launch`)."""
+        """Start the servers of `backend.launch`, if there are any. Raises: BackendError: One does not start (kind
+        `launch`)."""
         if self._launched is not None:
             await self._launched.start(self.logs)
 

@@ -83,7 +83,8 @@ class Dialect(Struct, frozen=True, kw_only=True):
     parameters: str = ""
     """The object that has the sampling parameters, length and seed; empty: the request itself."""
     names: Mapping[str, str | None] = {}
-    """Sampling parameters with another name; `a.b` stands in the object `a`, and None is not sent, because it only changes the text."""
+    """Sampling parameters with another name; `a.b` stands in the object `a`, and None is not sent, because it only
+    changes the text."""
     defaults: Mapping[str, Any] = {}
     """Parameters that are sent where the spec sets none. Others are then left out."""
     ban: float
@@ -93,7 +94,8 @@ class Dialect(Struct, frozen=True, kw_only=True):
 
     # -- a reply
     fields: Callable[[bytes, EncodedRequest], ReplyFields]
-    """Where things stand in a reply. It raises `ReplyError`, `msgspec.DecodeError`, `ValueError` or `IndexError` where they do not."""
+    """Where things stand in a reply. It raises `ReplyError`, `msgspec.DecodeError`, `ValueError` or `IndexError` where
+    they do not."""
     lowest: float | None = None
     """The log-prob of a probability of 0, where servers report one."""
     vocabulary: re.Pattern[str]

@@ -1,10 +1,11 @@
-"""An episode -> the server that its requests go to: the same one while it is available, else the one with the fewest requests in flight.
+"""An episode -> the server that its requests go to: the same one while it is available, else the one with the fewest
+requests in flight.
 
-An episode stays with its server, which has cached its prefix. A server that fails gets no requests until it answers its health
-check again.
+An episode stays with its server, which has cached its prefix. A server that fails gets no requests until it answers its
+health check again.
 
-Invariant: `in_flight` of a server is the number of requests that were sent to it and neither answered nor cancelled; it is
-counted in one place.
+Invariant: `in_flight` of a server is the number of requests that were sent to it and neither answered nor cancelled; it
+is counted in one place.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ class ImageFacts(Struct, frozen=True, kw_only=True):
     """How one server processes images."""
 
     processor: str
-    """Its image processor's backend as `/server_info` names it: `auto` (torchvision where it has one), `torchvision`, `pil`."""
+    """Its image processor's backend as `/server_info` names it: `auto` (torchvision where it has one), `torchvision`,
+    `pil`."""
     unscaled_gap: float
     """Largest difference, in nats, of a prompt's log-probs between the image as it comes and as it is sent: about 0
     where the server scales as the rows' processor does."""
@@ -89,8 +91,8 @@ class Server:
         """Send a small request. Returns its decoded reply; None if the body is empty.
 
         Raises:
-            BackendError: No reply in `timeout` seconds (kind `unreachable`, retryable), or a status other than 2xx (kind
-                `http_<status>`); the message includes the server's.
+            BackendError: No reply in `timeout` seconds (kind `unreachable`, retryable), or a status other than 2xx
+                (kind `http_<status>`); the message includes the server's.
         """
         try:
             async with asyncio.timeout(timeout):
@@ -169,8 +171,10 @@ class Pool:
             wait: Seconds without any reply after which requests that wait for a server raise `OutageError`.
             health_timeout: Seconds without any reply after which a busy server gets a health check.
             probe: Path of a request that a server answers at once, also while it is busy.
-            admit: Called with a server that answers its health check again; it raises BackendError if the server must stay out.
-            wake: Called with a server that is out, before its health check; it raises BackendError if the check must wait.
+            admit: Called with a server that answers its health check again; it raises BackendError if the server must
+                stay out.
+            wake: Called with a server that is out, before its health check; it raises BackendError if the check must
+                wait.
         """
         self.servers = list(servers)
         self.workers = self.servers
@@ -199,7 +203,8 @@ class Pool:
         return server
 
     def choose(self, episode_id: str, avoid: Iterable[Server] = ()) -> Server | None:
-        """The server for an episode's next request: its sticky while that is available, else the least loaded; None: there is none.
+        """The server for an episode's next request: its sticky while that is available, else the least loaded; None:
+        there is none.
 
         Args:
             episode_id: The episode of the request.
@@ -228,7 +233,8 @@ class Pool:
         self._sticky.pop(episode_id, None)
 
     def answered(self, server: Server, status: int, retry_after: float | None = None) -> None:
-        """Count a reply by its status. A server that keeps failing is taken out; a server that asks for a pause gets one.
+        """Count a reply by its status. A server that keeps failing is taken out; a server that asks for a pause gets
+        one.
 
         Args:
             server: The server that replied.

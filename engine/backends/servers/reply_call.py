@@ -1,10 +1,10 @@
 """One reply of a backend with servers: what happens without waiting.
 
-Its request is sent as soon as a slot is free, by what frees the slot, and its reply is read in the callback in which it arrives.
-What must wait (for a server, before another try) is left to `ServersBackend`.
+Its request is sent as soon as a slot is free, by what frees the slot, and its reply is read in the callback in which it
+arrives. What must wait (for a server, before another try) is left to `ServersBackend`.
 
-Invariant: the slot is held from the first request until the whole reply is there; a request whose reply is not read to the end is
-aborted on its server, so no server goes on sampling for nobody.
+Invariant: the slot is held from the first request until the whole reply is there; a request whose reply is not read to
+the end is aborted on its server, so no server goes on sampling for nobody.
 """
 
 from __future__ import annotations
@@ -52,8 +52,10 @@ class ReplyCall(HttpCall):
     """
 
     __slots__ = (
-        "_backend", "_expected", "_policy", "_sent", "_slots", "asked", "began", "ends", "error", "failed_servers", "generation",
-        "holds_slot", "ids", "interruptions", "most_tokens", "must_end", "parts", "request", "sampled", "server", "tries",
+        "_backend", "_expected", "_policy", "_sent", "_slots", "asked", "began", "ends", "error", "failed_servers",
+        "generation",
+        "holds_slot", "ids", "interruptions", "most_tokens", "must_end", "parts", "request", "sampled", "server",
+        "tries",
     )  # fmt: skip
 
     def __init__(self, backend: ServersBackend, request: GenerateRequest, slots: Slots) -> None:

@@ -1,15 +1,16 @@
-"""A generation request -> the text that a server takes; its reply -> checked ids and log-probs, joined where it was interrupted.
+"""A generation request -> the text that a server takes; its reply -> checked ids and log-probs, joined where it was
+interrupted.
 
-A prompt grows from turn to turn, so the JSON text of its ids is kept and only the new ids are encoded: the cost of a turn does
-not depend on its length.
+A prompt grows from turn to turn, so the JSON text of its ids is kept and only the new ids are encoded: the cost of a
+turn does not depend on its length.
 
 Invariants:
 - The text that is sent holds exactly `input_ids`, and all of them lie in the vocabulary.
-- A reply is accepted only if the prompt that the server reports is the one that was sent, each sampled id has exactly one log-prob of the
-  same id, and all ids lie in the vocabulary.
-- The kept tokens of an interrupted reply were sampled, each with its own log-prob and weight version. A reply with something that
-  depends on the whole of it (a stop string across the cut, a grammar, repetition penalties) starts again, or continues a few
-  tokens earlier.
+- A reply is accepted only if the prompt that the server reports is the one that was sent, each sampled id has exactly
+  one log-prob of the same id, and all ids lie in the vocabulary.
+- The kept tokens of an interrupted reply were sampled, each with its own log-prob and weight version. A reply with
+  something that depends on the whole of it (a stop string across the cut, a grammar, repetition penalties) starts
+  again, or continues a few tokens earlier.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ class EncodedRequest(msgspec.Struct, frozen=True):
 
     @property
     def most(self) -> int:
-        """Bytes that a reply may have: the prompt's ids, the sampled tokens with id, log-prob and text, experts, and the rest."""
+        """Bytes that a reply may have: the prompt's ids, the sampled tokens with id, log-prob and text, experts, and
+        the rest."""
         plain = _META_BYTES + 2 * len(self.prompt) + _TOKEN_BYTES * self.max_new_tokens
         if self.experts_from is None or self.layout is None:
             return plain
@@ -262,7 +264,8 @@ class PromptMismatch(BackendError):
         window = slice(max(0, at - 2), at + 3)
         super().__init__(
             f"the server's prompt is not the one it was sent: they differ at token {at}. Sent {sent[window].tolist()} "
-            f"({len(sent)} tokens), the server saw {list(seen[window])} ({len(seen)} tokens), from token {window.start} on",
+            f"({len(sent)} tokens), the server saw {list(seen[window])} ({len(seen)} tokens), from token "
+            f"{window.start} on",
             kind="prompt_mismatch",
         )
 

@@ -1,6 +1,7 @@
 """Test requests to SGLang, and what a router is in the way of.
 
-The parameters that a router drops are found with requests that SGLang must refuse: a normal answer means that the parameter was dropped.
+The parameters that a router drops are found with requests that SGLang must refuse: a normal answer means that the
+parameter was dropped.
 """
 
 from __future__ import annotations
@@ -47,7 +48,12 @@ async def ask_worker(server: Server, body: dict[str, Any] | bytes) -> HttpReply:
 
 
 async def workers_of(routers: list[Server], headers: dict[str, str]) -> list[Server]:
-    """The servers behind the routers. Control calls go to them, because a router refuses such calls."""
+    """The servers behind the routers. Control calls go to them, because a router refuses such calls.
+
+    Raises:
+        OutageError: No router can be reached.
+        BackendError: One of them refuses, or has no servers.
+    """
     urls: list[str] = []
     for router in routers:
         try:

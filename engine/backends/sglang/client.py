@@ -62,8 +62,8 @@ class SGLangBackend(CheckedServers):
         """See `Backend.open`.
 
         Raises:
-            BackendError: The variable of the API key is not set, a URL is invalid, the model's images cannot be served, or it has no
-                experts to report (kind `no_experts`).
+            BackendError: The variable of the API key is not set, a URL is invalid, the model's images cannot be served,
+                or it has no experts to report (kind `no_experts`).
         """
         from engine.tokens.catalogue import resolve_model
 
@@ -162,13 +162,15 @@ class SGLangBackend(CheckedServers):
         server.seeded = bool(details.get("enable_deterministic_inference"))
         if server.seeded and sampling.min_p:
             raise BackendError(
-                f"{server.url} runs with --enable-deterministic-inference, where a request with `sampling.min_p` ends the "
+                f"{server.url} runs with --enable-deterministic-inference, where a request with `sampling.min_p` ends "
+                "the "
                 "whole server: leave it out, or start the server without the flag",
                 kind="bad_sampling",
             )
         if self._layout is not None and details.get("enable_return_routed_experts") is False:
             raise BackendError(
-                f"{server.url} does not report routed experts: start it with {EXPERTS_FLAG}, or remove `backend.routed_experts`",
+                f"{server.url} does not report routed experts: start it with {EXPERTS_FLAG}, or remove "
+                "`backend.routed_experts`",
                 kind="wrong_server",
             )
         context = details.get("max_req_input_len")
@@ -184,8 +186,8 @@ class SGLangBackend(CheckedServers):
         """See `ServersBackend.prepare`.
 
         Raises:
-            BackendError: The router drops a key that the request needs (kind `unsupported`), or its adapter was unloaded (kind
-                `bad_request`).
+            BackendError: The router drops a key that the request needs (kind `unsupported`), or its adapter was
+                unloaded (kind `bad_request`).
         """
         if request.banned_token_ids and "logit_bias" in self.dropped:
             raise BackendError(
@@ -196,7 +198,8 @@ class SGLangBackend(CheckedServers):
         return self._scale_images(request) if request.images else None
 
     async def _scale_images(self, request: GenerateRequest) -> None:
-        """Scale the images in a thread, so that the encoder finds them. Raises: ImageError: One cannot be sent exactly."""
+        """Scale the images in a thread, so that the encoder finds them. Raises: ImageError: One cannot be sent
+        exactly."""
         for image in request.images:
             if (vision := self._format.vision) is not None and not vision.bank.is_scaled(image.image):
                 await asyncio.to_thread(vision.bank.scaled_uri, image.image)
@@ -226,7 +229,8 @@ class SGLangBackend(CheckedServers):
         }
 
     async def _wake(self, server: Server) -> None:
-        """Have a server that is out sample again, for its health check. A router keeps the health of its servers itself."""
+        """Have a server that is out sample again, for its health check. A router keeps the health of its servers
+        itself."""
         if not self._spec.router:
             await self.control.wake(server)
 

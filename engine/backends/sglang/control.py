@@ -1,7 +1,7 @@
 """Weights, adapters and pauses on every server at once.
 
-Invariant: a server that has not loaded what the others have loaded is out of the pool until it has. So all servers that get
-requests sample with the same weights and have the same adapters.
+Invariant: a server that has not loaded what the others have loaded is out of the pool until it has. So all servers that
+get requests sample with the same weights and have the same adapters.
 """
 
 from __future__ import annotations
@@ -122,7 +122,8 @@ class AllServers:
         """Send the same call to these servers; default: to all that are there. Returns URL -> reply.
 
         Raises:
-            BackendError: no server is there (kind `unreachable`), or a server did not reply as it should (kind `control_failed`).
+            BackendError: no server is there (kind `unreachable`), or a server did not reply as it should (kind
+                `control_failed`).
         """
         servers = self.reachable() if servers is None else servers
         if not servers:
@@ -163,7 +164,8 @@ class KeptMemory:
         """Have the servers take back these parts of what they lent, or all of it."""
 
     async def catch_up(self, server: Server) -> None:
-        """Bring the memory of a server that is back in line with that of the others, before it gets weights or requests.
+        """Bring the memory of a server that is back in line with that of the others, before it gets weights or
+        requests.
 
         Raises:
             BackendError: It must wait until the servers have their memory back (kind `memory_released`).
@@ -193,16 +195,19 @@ class Control:
         self.expected: str | None = None
         """Name of the weights that every request sent from now on must be sampled with; None: not known."""
         self.prefixes: str | None = None
-        """Name of the weights that computed the cached prefixes that requests may use from now on; None: all of them."""
+        """Name of the weights that computed the cached prefixes that requests may use from now on; None: all of
+        them."""
         self.features = secrets.token_hex(8)
-        """Goes into the hashes of images, and changes with the weights: SGLang keeps an image's features by its hash, over updates too.
-        Not a version: another training gives the same servers other weights of that name, and scales the same files to other pixels."""
+        """Goes into the hashes of images, and changes with the weights: SGLang keeps an image's features by its hash,
+        over updates too. Not a version: another training gives the same servers other weights of that name, and scales
+        the same files to other pixels."""
         self._follows = False
         """Another process gives the servers their weights."""
         self._weights: _Weights | None = None
         self._adapters: dict[str, tuple[str, bool]] = {}
         self.unloaded: set[str] = set()
-        """Adapters that were taken out. SGLang loads one again when a request names it; the backend refuses such a request."""
+        """Adapters that were taken out. SGLang loads one again when a request names it; the backend refuses such a
+        request."""
         self.paused_seconds = 0.0
         """Seconds in which sampling was paused for updates of weights, in total."""
         self._lock = asyncio.Lock()
@@ -253,8 +258,8 @@ class Control:
             load_format: SGLang's; its own choice when left out.
 
         Raises:
-            BackendError: a server refused them (kind `update_failed`), or no server is there (kind `no_server`). A server
-                that dies meanwhile is out of the pool, and is given them before it comes back; the others go on.
+            BackendError: a server refused them (kind `update_failed`), or no server is there (kind `no_server`). A
+                server that dies meanwhile is out of the pool, and is given them before it comes back; the others go on.
         """
         load = separately(from_disk(str(path), version, load_format))
         await self.update_weights(load, version, source=f"weights from {path}", mode=mode)
@@ -341,7 +346,8 @@ class Control:
             raise NoServerError(f"no server loaded {weights.source}: {reasons}", kind="no_server")
 
     async def _takers(self, again: bool) -> list[Server]:
-        """The servers that are there; where it is now or never, also those that were away and whose model answers again."""
+        """The servers that are there; where it is now or never, also those that were away and whose model answers
+        again."""
         there = self.servers.reachable()
         if again:
             return there
@@ -368,7 +374,8 @@ class Control:
         self.expected, self.prefixes = str(weights.version), weights.prefixes
 
     def accepts(self, version: str, expected: str) -> bool:
-        """See `GivenWeights`. Weights of another process may be newer, because it tells their version after it has pushed them."""
+        """See `GivenWeights`. Weights of another process may be newer, because it tells their version after it has
+        pushed them."""
         return version == expected or (self._follows and version.isdigit() and int(version) > int(expected))
 
     async def versions(self) -> dict[str, str]:
@@ -387,8 +394,8 @@ class Control:
             pinned: keep it in the servers' memory.
 
         Raises:
-            BackendError: a server refused it (was it started with `--enable-lora`?); it is loaded nowhere. Or no server is
-                there (kind `no_server`). A server that dies meanwhile is given it when it is back.
+            BackendError: a server refused it (was it started with `--enable-lora`?); it is loaded nowhere. Or no server
+                is there (kind `no_server`). A server that dies meanwhile is given it when it is back.
         """
         async with self._lock:
             await self.memory.resume()
@@ -450,11 +457,12 @@ class Control:
         }
 
     async def wake(self, server: Server) -> None:
-        """Have a server that is out sample again: its health check samples a token, and it may have been lost while it was paused.
+        """Have a server that is out sample again: its health check samples a token, and it may have been lost while it
+        was paused.
 
         Raises:
-            BackendError: It cannot be reached, or must wait: for the end of an update (kind `updating`), or until the trainer
-                gives its memory back (kind `memory_released`).
+            BackendError: It cannot be reached, or must wait: for the end of an update (kind `updating`), or until the
+                trainer gives its memory back (kind `memory_released`).
         """
         self._refuse_during_update(server)
         if self._follows:
@@ -476,8 +484,8 @@ class Control:
         """Load on a server that is back what the others have loaded meanwhile. It may be used as soon as this returns.
 
         Raises:
-            BackendError: It cannot load it now, or the others were given something else meanwhile (kind `updating`); it stays out
-                of the pool.
+            BackendError: It cannot load it now, or the others were given something else meanwhile (kind `updating`); it
+                stays out of the pool.
         """
         weights, adapters = self._weights, dict(self._adapters)
         self._refuse_during_update(server)
@@ -495,7 +503,8 @@ class Control:
             if str(info["weight_version"]) != weights.name:
                 if not weights.again:
                     raise BackendError(
-                        f"{server.url} has weights {info['weight_version']!r}, not {weights.name!r}, and waits for the next ones",
+                        f"{server.url} has weights {info['weight_version']!r}, not {weights.name!r}, and waits for the "
+                        "next ones",
                         kind="stale_weights",
                     )
                 (failure,) = await self._load([server], weights, flush=True)

@@ -1,8 +1,9 @@
 """Checks that a server's model gets the same pixels as are in the exported rows.
 
 A server decodes, scales and normalises images with its own processor (torchvision, or Pillow with
-`--image-processor-backend=pil`), and scales differently from the processor of the rows. Images are therefore sent at the
-size of their grid (`Vision.scaled`), at which no processor scales. Two other differences are checked before the first
+`--image-processor-backend=pil`), and scales differently from the processor of the rows. Images are therefore sent at
+the size of their grid (`Vision.scaled`), at which no processor scales. Two other differences are checked before the
+first
 episode: the server's image settings, and the ids of one prompt with an image, which must equal the tape's.
 """
 
@@ -41,7 +42,8 @@ def refuse_family(vision: Vision) -> None:
     """
     if not vision.family.served:
         raise BackendError(
-            "the sglang backend sends images at the size to which the model's processor scales them, so that the server "
+            "the sglang backend sends images at the size to which the model's processor scales them, so that the "
+            "server "
             "gets the pixels of the rows; this model splits images into tiles, so that size does not exist: use "
             "`backend: {kind: local}`, or a Qwen-VL model",
             kind="unsupported_model",
@@ -65,13 +67,15 @@ async def check_images(server: Server, details: dict[str, Any], format: ChatTemp
     config = details.get("mm_process_config")
     if isinstance(config, dict) and config.get("image"):
         raise BackendError(
-            f"{server.url} runs with --mm-process-config, whose image settings {config['image']} the rows' processor does "
+            f"{server.url} runs with --mm-process-config, whose image settings {config['image']} the rows' processor "
+            "does "
             "not have: write them into the model's preprocessor_config.json instead, for both",
             kind="wrong_server",
         )
     if details.get("mm_preprocess_cache_size_mb") and vision.family.kind not in HASHED_BY_SERVER:
         raise BackendError(
-            f"{server.url} runs with --mm-preprocess-cache-size-mb, with which SGLang 0.5.23 ends at a request that names its images "
+            f"{server.url} runs with --mm-preprocess-cache-size-mb, with which SGLang 0.5.23 ends at a request that "
+            "names its images "
             "(`mm_hashes`): start it without",
             kind="wrong_server",
         )

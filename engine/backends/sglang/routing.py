@@ -1,11 +1,12 @@
 """The routed experts of a reply (`return_routed_experts`).
 
-SGLang keeps the choices of each token beside its place in the key/value cache, so tokens of a cached prefix have those with which
-the cached values were computed. It reports the tokens from `routed_experts_start_len` up to the last but one of prompt and reply,
-as base64 of int32 [tokens, layers, top_k], with zeros for layers without experts.
+SGLang keeps the choices of each token beside its place in the key/value cache, so tokens of a cached prefix have those
+with which the cached values were computed. It reports the tokens from `routed_experts_start_len` up to the last but one
+of prompt and reply, as base64 of int32 [tokens, layers, top_k], with zeros for layers without experts.
 
-Invariant: experts are accepted only if they are those of all requested tokens, below the number of experts, and if the first two
-of each token and layer differ. A server whose kernels do not record choices reports zeros, and is refused by the last check.
+Invariant: experts are accepted only if they are those of all requested tokens, below the number of experts, and if the
+first two of each token and layer differ. A server whose kernels do not record choices reports zeros, and is refused by
+the last check.
 """
 
 from __future__ import annotations

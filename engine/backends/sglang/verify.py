@@ -1,7 +1,7 @@
 """`backend.verify`: compares one prompt's log-probs from the server with those computed here from the model's files.
 
-The comparison covers weights, precision, positions, and the pixels of an image, which the server computes from the image
-that it is sent, and this process takes from the tensors of the exported rows.
+The comparison covers weights, precision, positions, and the pixels of an image, which the server computes from the
+image that it is sent, and this process takes from the tensors of the exported rows.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ async def verify_servers(
         generate: Sends a body to a server's `/generate`.
 
     Raises:
-        BackendError: Kind `wrong_server`: a server's ids or log-probs differ. Kind `unsupported_model`: the files cannot
-            be loaded here.
+        BackendError: Kind `wrong_server`: a server's ids or log-probs differ. Kind `unsupported_model`: the files
+            cannot be loaded here.
     """
     wanted, ids, digest = sample_prompt(format)
     uri = None if digest is None or format.vision is None else format.vision.bank.scaled_uri(digest)
@@ -80,7 +80,8 @@ async def verify_servers(
         if not difference.mean <= MAX_GAP.get(dtype, MAX_HALF):
             raise BackendError(
                 f"`backend.verify`: the log-probs of {server.url} ({dtype}) differ from those of the model's files by "
-                f"{difference.mean:.2g} on average and {difference.largest:.2g} at most, over {difference.tokens} tokens"
+                f"{difference.mean:.2g} on average and {difference.largest:.2g} at most, over {difference.tokens} "
+                "tokens"
                 f"{'' if digest is None else ' after an image'}: it has other weights, or processes "
                 f"{'prompts' if digest is None else 'images'} differently",
                 kind="wrong_server",

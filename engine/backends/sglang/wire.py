@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 _COMPACT = "\0compact"
 """Suffix of an episode's id for its prompt with one placeholder per image, as it was sent."""
 HASHED_BY_SERVER = frozenset({"qwen3_vl", "qwen3_vl_moe"})
-"""Families for which SGLang 0.5.23 writes its own hashes into the prompt before it reads `mm_hashes`: its scheduler ends where they
-differ. It keeps no features of their images."""
+"""Families for which SGLang 0.5.23 writes its own hashes into the prompt before it reads `mm_hashes`: its scheduler
+ends where they differ. It keeps no features of their images."""
 
 
 class Encoder(RequestEncoder):
@@ -161,7 +161,8 @@ def _columns(rows: msgspec.Raw) -> tuple[list[Any], list[Any]]:
         except msgspec.DecodeError:  # rows of another form
             flat = []
         count = len(flat) // 3
-        # As many brackets as so many rows have, and a null at each one's end; another null is no id, and no finite value.
+        # As many brackets as so many rows have, and a null at each one's end; another null is no id, and no finite
+        # value.
         if len(flat) == 3 * count and len(raw) - len(inner) == 2 * (count + 1) and flat[2::3].count(None) == count:
             return flat[0::3], flat[1::3]
     decoded = _rows_decoder.decode(rows)

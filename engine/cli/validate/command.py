@@ -1,4 +1,5 @@
-"""`engine validate`: all errors of a spec with their positions and fixes, and its worst-case cost. `engine explain`: what a rule finds."""
+"""`engine validate`: all errors of a spec with their positions and fixes, and its worst-case cost. `engine explain`:
+what a rule finds."""
 
 from __future__ import annotations
 
@@ -27,8 +28,8 @@ FORMATS = ("text", "json")
 def find_specs(named: Sequence[Path], allowed: Sequence[Path] = ()) -> Iterator[Path]:
     """Yield the files to validate, each once: for a folder, all specs below it.
 
-    In a folder, a YAML file is a spec if it has the key `spec` or `extends` at the top level; scripts and scenarios have
-    neither.
+    In a folder, a YAML file is a spec if it has the key `spec` or `extends` at the top level; scripts and scenarios
+    have neither.
 
     Args:
         named: Files and folders.
@@ -137,7 +138,8 @@ def validate(
 
 @contextmanager
 def _collections_paused() -> Iterator[None]:
-    """What is imported lives until the end of the process: looking for garbage in it costs a twentieth of the command."""
+    """What is imported lives until the end of the process: looking for garbage in it costs a twentieth of the
+    command."""
     collects = gc.isenabled()
     gc.disable()
     try:

@@ -1,8 +1,8 @@
 """Checking specs, each within a time limit.
 
-Specs are checked in a child process: if one takes too long or crashes a parser, only its own result is lost. No code that a spec
-names is imported there. With `--import` a second child process for each spec imports the code; it cannot remove findings of the
-first one.
+Specs are checked in a child process: if one takes too long or crashes a parser, only its own result is lost. No code
+that a spec names is imported there. With `--import` a second child process for each spec imports the code; it cannot
+remove findings of the first one.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ SCENARIOS = ".scenarios"
 """What the name of a file of scenarios ends with, before `.yaml`."""
 EXAMINE_FILE: Hook[Callable[[Path, Sequence[str], Access], tuple[list[Diagnostic], bool, list[str]] | None]]
 EXAMINE_FILE = Hook("examine_file")
-"""Findings in a file that is not a spec, whether it could not be read, and the rules that were skipped; None if it is not the plugin's.
+"""Findings in a file that is not a spec, whether it could not be read, and the rules that were skipped; None if it is
+not the plugin's.
 
 The arguments are the file, the overrides of `--set`, and the files that may be opened. Nothing is run.
 """
@@ -111,7 +112,8 @@ def examine(path: Path, options: Options | None = None, doing: Callable[[str], N
 
 
 def _unplayed(path: Path) -> Iterator[Diagnostic]:
-    """Yield the finding that scenarios are not checked, because their plugin is not installed: of a spec's, or of this file's."""
+    """Yield the finding that scenarios are not checked, because their plugin is not installed: of a spec's, or of this
+    file's."""
     named = path.stem.endswith(SCENARIOS)
     beside = [path.with_name(f"{path.stem}{SCENARIOS}{ending}") for ending in (".yaml", ".yml")]
     file = path if named else next((file for file in beside if file.is_file()), None)

@@ -1,7 +1,7 @@
 """The findings in one spec, and their formats: text, JSON, and a form for the pipe between processes.
 
-Text in findings that comes from a spec or another file is escaped here: control characters, line feeds, and commands to CI
-systems (`::error::` at the beginning of a line, `##[error]` anywhere).
+Text in findings that comes from a spec or another file is escaped here: control characters, line feeds, and commands to
+CI systems (`::error::` at the beginning of a line, `##[error]` anywhere).
 """
 
 from __future__ import annotations
@@ -227,7 +227,8 @@ def json_text(data: Any) -> str:
 
 
 def as_json(reports: Sequence[Report]) -> str:
-    """`{"valid": …, "specs": [{"file", "valid", "readable", "diagnostics": […], "skipped": […], "worst_case": {…}}]}`."""
+    """`{"valid": …, "specs": [{"file", "valid", "readable", "diagnostics": […], "skipped": […],
+    "worst_case": {…}}]}`."""
     specs = [
         {
             "file": report.file,

@@ -1,4 +1,5 @@
-"""Environments and tools of other libraries, run unchanged: one file for each library, which is imported when an episode begins.
+"""Environments and tools of other libraries, run unchanged: one file for each library, which is imported when an
+episode begins.
 
 facts.py     what holds for each, for `environment.adapter` and the `adapter` of tools
 base.py      what the adapters share
@@ -12,7 +13,8 @@ from engine.plugin import Plugin
 FACTS = "engine.plugins.adapters.facts"
 PLUGIN = Plugin(
     name="adapters",
-    about="Environments and tools of other libraries: slime, SKyRL-gym, Gymnasium, verifiers, reasoning-gym, verl and MCP",
+    about="Environments and tools of other libraries: slime, SKyRL-gym, Gymnasium, verifiers, reasoning-gym, verl and "
+    "MCP",
     adapters={
         "slime": f"{FACTS}:SLIME",
         "skyrl_gym": f"{FACTS}:SKYRL_GYM",

@@ -1,7 +1,7 @@
 """What adapters share: finding what `use` names, importing a library, and turning its answers into the engine's.
 
-An adapter is an environment like any other (`reset`, and `step` or `tools`, `score`, `close`). Its constructor has `use`,
-`base` and the keys of the spec's `with`. One object serves one episode.
+An adapter is an environment like any other (`reset`, and `step` or `tools`, `score`, `close`). Its constructor has
+`use`, `base` and the keys of the spec's `with`. One object serves one episode.
 """
 
 from __future__ import annotations
@@ -85,7 +85,8 @@ def _module(file: Path) -> Any:
 
 
 def add_to_path(folders: Iterable[str], base: str) -> None:
-    """Put folders on the import path, first of all, as PYTHONPATH does; relative ones are relative to the spec's folder.
+    """Put folders on the import path, first of all, as PYTHONPATH does; relative ones are relative to the spec's
+    folder.
 
     Raises:
         AdapterError: one is not there.

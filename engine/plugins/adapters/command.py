@@ -11,8 +11,8 @@ def envs(
 ) -> None:
     """List the adapters, environments, users, tools and scorers that a spec may name, and what each needs.
 
-    Installed packages add theirs by entry points of the groups `episode_engine.environments`, `.users`, `.tools`, `.scorers`,
-    `.adapters` and `.tool_adapters`; a spec writes their names.
+    Installed packages add theirs by entry points of the groups `episode_engine.environments`, `.users`, `.tools`,
+    `.scorers`, `.adapters` and `.tool_adapters`; a spec writes their names.
     """
     from rich.table import Table
 

@@ -5,9 +5,9 @@
       use: FrozenLake-v1
       with: {kwargs: {is_slippery: false}, show: [ansi], actions: [left, down, right, up]}
 
-A reply holds one action, in `<answer>…</answer>` or else as its whole text. An action that cannot be read is answered with words
-that say what is wrong, and the environment is not stepped. `terminated` ends the episode with the event `done`, `truncated` with
-`truncated`.
+A reply holds one action, in `<answer>…</answer>` or else as its whole text. An action that cannot be read is answered
+with words that say what is wrong, and the environment is not stepped. `terminated` ends the episode with the event
+`done`, `truncated` with `truncated`.
 """
 
 from __future__ import annotations
@@ -51,24 +51,27 @@ class GymnasiumEnvironment:
         use: A registered id; `module:Id` imports the module first.
         base: The spec's folder.
         kwargs: Arguments of `gymnasium.make`.
-        show: What each turn shows: `observation`, `ansi`, `rgb_array`, or several in this order (one of the last two). Left out:
-            the observation, unless it is as large as a screen.
-        pass_render_mode: Whether `make` is given `render_mode`; VisGym's environments do not take it and render without it.
-        actions: The names of a discrete space's actions in order, or elements of any space by name; `text`: the reply's action
-            is passed on as it is. Left out: the action is read as a Python literal of the environment's action space.
+        show: What each turn shows: `observation`, `ansi`, `rgb_array`, or several in this order (one of the last two).
+            Left out: the observation, unless it is as large as a screen.
+        pass_render_mode: Whether `make` is given `render_mode`; VisGym's environments do not take it and render without
+            it.
+        actions: The names of a discrete space's actions in order, or elements of any space by name; `text`: the reply's
+            action is passed on as it is. Left out: the action is read as a Python literal of the environment's action
+            space.
         answer: Regular expression for the action in a reply: its last match, group 1; without a match, the whole reply.
-        prompt: A method of the environment's that gives the first message's text, such as VisGym's `get_prompt`; empty: the first
-            message is what is shown. Left out: what the environment's documentation says of the task, and how to write an action.
+        prompt: A method of the environment's that gives the first message's text, such as VisGym's `get_prompt`; empty:
+            the first message is what is shown. Left out: what the environment's documentation says of the task, and how
+            to write an action.
         feedback: A key of `info` or an attribute of the environment's whose text each step shows first.
-        seed: The task's field with the seed of `reset`; dotted. Without it, the episode's own seed: then samples of one task
-            begin differently.
+        seed: The task's field with the seed of `reset`; dotted. Without it, the episode's own seed: then samples of one
+            task begin differently.
         options: The task's field with the options of `reset`; dotted.
         modules: Modules to import first, because they register ids.
         path: Folders to put on the import path; relative to the spec.
 
     Raises:
-        AdapterError: Gymnasium is not installed, `show`, `actions` or `answer` does not fit the environment, its actions cannot
-            be written, or a folder of `path` is not there.
+        AdapterError: Gymnasium is not installed, `show`, `actions` or `answer` does not fit the environment, its
+            actions cannot be written, or a folder of `path` is not there.
     """
 
     events = ("continue", "done", "truncated")
@@ -117,7 +120,8 @@ class GymnasiumEnvironment:
         unread = [] if actions is not None else list(unwritable(self._env.action_space, self._gym.spaces))
         if unread:
             raise AdapterError(
-                f"actions of `{use}` cannot be written: {unread[0]}; name some (`actions: {{…}}`) or write `actions: text`"
+                f"actions of `{use}` cannot be written: {unread[0]}; name some (`actions: {{…}}`) or write "
+                "`actions: text`"
             )
 
     def reset(self, task: Task, seed: int) -> Reset:
@@ -274,7 +278,8 @@ def _image_of(frame: Any) -> Any:
         ) from None
 
 
-# ---- actions, which are written as Python literals: `2`, `[0.5, -1.0]`, `{'move': 1, 'say': 'hi'}`; lists stand for arrays and tuples
+# ---- actions, which are written as Python literals: `2`, `[0.5, -1.0]`, `{'move': 1, 'say': 'hi'}`; lists stand for
+# arrays and tuples
 
 
 def unwritable(space: Any, spaces: Any, at: str = "") -> Iterator[str]:
@@ -314,7 +319,8 @@ def read_action(text: str, space: Any, spaces: Any) -> Any:
 
 
 def as_element(space: Any, value: Any, spaces: Any) -> Any:
-    """A literal with the types that a space checks for: arrays for `Box`, `MultiDiscrete` and `MultiBinary`, tuples for `Tuple`.
+    """A literal with the types that a space checks for: arrays for `Box`, `MultiDiscrete` and `MultiBinary`, tuples for
+    `Tuple`.
 
     Raises:
         ValueError: it has other parts than the space, a number would be rounded, or one is not finite.

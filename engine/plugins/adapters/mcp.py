@@ -2,14 +2,16 @@
 
     tools:
       - {adapter: mcp, use: "python server.py"}
-      - {adapter: mcp, use: "http://127.0.0.1:8000/mcp", with: {headers: {Authorization: "Bearer ${TOKEN}"}, only: [search]}}
+      - {adapter: mcp, use: "http://127.0.0.1:8000/mcp", with: {headers: {Authorization: "Bearer ${TOKEN}"}, only:
+        [search]}}
 
-One connection serves all episodes of a run. It is opened when the first episode begins and closed with the run. The list of
-tools is read then; a server that offers other tools after a restart is refused, because prompts were rendered with the first list.
+One connection serves all episodes of a run. It is opened when the first episode begins and closed with the run. The
+list of tools is read then; a server that offers other tools after a restart is refused, because prompts were rendered
+with the first list.
 
-The session lives on an event loop in a thread of its own, so nothing that the library or a server does blocks the engine. A
-call that fails is an error result for the model. A server that died is started again for the next call; the call that was
-interrupted is never repeated.
+The session lives on an event loop in a thread of its own, so nothing that the library or a server does blocks the
+engine. A call that fails is an error result for the model. A server that died is started again for the next call; the
+call that was interrupted is never repeated.
 """
 
 from __future__ import annotations
@@ -67,7 +69,8 @@ class McpServer:
         only: Names of the tools to offer; all when left out.
         prefix: Put before each tool's name, to keep the names of several servers apart.
         start_seconds: Deadline for starting the server and reading its list of tools.
-        ping_seconds: A server that left a call without an answer must answer a ping in this time, or it is started again.
+        ping_seconds: A server that left a call without an answer must answer a ping in this time, or it is started
+            again.
 
     Raises:
         AdapterError: `use` is empty, or a key does not belong to this kind of server.
@@ -120,7 +123,8 @@ class McpServer:
         for tool in chosen:
             if not _NAME.fullmatch(tool.name):
                 raise AdapterError(
-                    f"{self._who} offers a tool with the name {tool.name[:80]!r}, which a model cannot call; choose its tools by `only`"
+                    f"{self._who} offers a tool with the name {tool.name[:80]!r}, which a model cannot call; choose "
+                    "its tools by `only`"
                 )
         return chosen
 
@@ -256,7 +260,8 @@ class McpTool(DescribedTool):
 
 
 class CallFailedError(Exception):
-    """A call of a server's tool failed. Not an `EngineError`: it is a result for the model and not a failure of the episode."""
+    """A call of a server's tool failed. Not an `EngineError`: it is a result for the model and not a failure of the
+    episode."""
 
 
 def reply_of_result(result: Any) -> ToolReply:
@@ -394,7 +399,8 @@ class Connection:
                 return tools
 
     async def _pump(self, read: Any, into: Any) -> None:
-        """Pass on what the server says, until it has ended: so its end is seen at once. What is no message is logged."""
+        """Pass on what the server says, until it has ended: so its end is seen at once. What is no message is
+        logged."""
         garbage = 0
         async with into:
             async for message in read:

@@ -78,7 +78,8 @@ def _adapters() -> Iterator[Offered]:
 
 
 def _shipped() -> Iterator[Offered]:
-    """Environments and users of `engine.environments`, by their methods or `@environment`; tools are the functions in `tools/`."""
+    """Environments and users of `engine.environments`, by their methods or `@environment`; tools are the functions in
+    `tools/`."""
     package = find_spec("engine.environments")
     for root in (package.submodule_search_locations or []) if package is not None else []:
         for file in sorted(Path(root).rglob("*.py")):

@@ -6,10 +6,11 @@
     environment: {adapter: reasoning_gym, use: rows, with: {attempts: 3}}
     machine: step
 
-A row holds its item (`question`, `answer`, `metadata`) and what makes it again (`dataset`, `config`, `seed`, `size`, `index`).
-The library's scorer grades each reply against the item. Where the row has no metadata, the item is made again, and must have
-the row's question. The items of a few data sets change with PYTHONHASHSEED (`word_ladder`, for example). The library has one attempt per item. Here a wrong answer may be followed by others, and a turn
-earns what its answer improves on the best score before it, so the rewards of an episode sum to its best score.
+A row holds its item (`question`, `answer`, `metadata`) and what makes it again (`dataset`, `config`, `seed`, `size`,
+`index`). The library's scorer grades each reply against the item. Where the row has no metadata, the item is made
+again, and must have the row's question. The items of a few data sets change with PYTHONHASHSEED (`word_ladder`, for
+example). The library has one attempt per item. Here a wrong answer may be followed by others, and a turn earns what its
+answer improves on the best score before it, so the rewards of an episode sum to its best score.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ ROWS = "rows"
 
 
 def load(use: str, modules: Sequence[str] = (), **_: Any) -> None:
-    """Import the library, and the modules that register data sets. The arguments are those of `ReasoningGymEnvironment`."""
+    """Import the library, and the modules that register data sets. The arguments are those of
+    `ReasoningGymEnvironment`."""
     library(NAME, "reasoning_gym")
     for module in modules:
         library(NAME, module)
@@ -72,7 +74,8 @@ def problems(
 
 
 def _kept(item: Mapping[str, Any]) -> dict[str, Any]:
-    """What a row holds of an item. The metadata is a Python literal, because it has tuples and keys that JSON does not keep."""
+    """What a row holds of an item. The metadata is a Python literal, because it has tuples and keys that JSON does not
+    keep."""
     row = {"question": item["question"], "answer": item.get("answer")}
     literal = repr(item.get("metadata"))
     try:
@@ -221,7 +224,8 @@ class ReasoningGymEnvironment:
         item = _item(source, task.fields.get("index", task.index))
         if task.fields.get("question", item["question"]) != item["question"]:
             raise AdapterError(
-                f"the row of task `{task.id}` and the data set `{source['dataset']}` have different questions: they were "
+                f"the row of task `{task.id}` and the data set `{source['dataset']}` have different questions: they "
+                "were "
                 "made with another seed, size, config or version of reasoning-gym, or with another PYTHONHASHSEED"
             )
         return item

@@ -5,11 +5,11 @@
       use: gsm8k_multi_turn
       with: {extras: {max_turns: 3}}
 
-The methods are called in the order of SkyRL's own loop (skyrl/train/generators/skyrl_gym_generator.py): `make(id, env_config=,
-extras=)`, `init(prompt)`, then `step(text)` for each reply, `get_metrics()` and `close()`.
+The methods are called in the order of SkyRL's own loop (skyrl/train/generators/skyrl_gym_generator.py):
+`make(id, env_config=, extras=)`, `init(prompt)`, then `step(text)` for each reply, `get_metrics()` and `close()`.
 
-A `postprocessed_action` would replace text that the model sampled, so that its tokens were no longer those that were sampled.
-It is recorded as a fact and changes nothing.
+A `postprocessed_action` would replace text that the model sampled, so that its tokens were no longer those that were
+sampled. It is recorded as a fact and changes nothing.
 """
 
 from __future__ import annotations
@@ -52,10 +52,11 @@ class SkyRLEnvironment:
     Args:
         use: A registered id, or the class of an environment.
         base: The spec's folder.
-        env_config: The environment's settings, as SkyRL's `environment.skyrl_gym.<id>`; keys are read as attributes too.
+        env_config: The environment's settings, as SkyRL's `environment.skyrl_gym.<id>`; keys are read as attributes
+            too.
         extras: Added to the row's fields, which SkyRL calls `env_extras`; SkyRL itself adds `max_turns`.
-        prompt: The task's field with the first messages, which `init` is given; dotted. Without it, `init` is given none, and
-            the spec's `prompt` begins the episode.
+        prompt: The task's field with the first messages, which `init` is given; dotted. Without it, `init` is given
+            none, and the spec's `prompt` begins the episode.
         modules: Modules to import first, because they register ids.
         path: Folders to put on the import path; relative to the spec.
 

@@ -5,12 +5,13 @@
       use: slime/examples/geo3k_vlm_multi_turn/env_geo3k.py:build_env
       with: {args: {max_turns: 3}, path: [slime]}
 
-The functions are called in the order of slime's own loop (examples/geo3k_vlm_multi_turn/rollout.py, commit 624b824a898a):
-`build_env(sample=, args=)`, `reset()`, then for each reply `step(text)`, `format_observation(observation)` unless it is done,
-and `close()`.
+The functions are called in the order of slime's own loop (examples/geo3k_vlm_multi_turn/rollout.py, commit
+624b824a898a):
+`build_env(sample=, args=)`, `reset()`, then for each reply `step(text)`, `format_observation(observation)` unless it is
+done, and `close()`.
 
-slime's loop trains on the reward of `--custom-rm-path` and not on what `step` says. Here the number in the observation's
-field `tool_score` is the reward of the turn, and `rewards.scorer` may grade the last reply.
+slime's loop trains on the reward of `--custom-rm-path` and not on what `step` says. Here the number in the
+observation's field `tool_score` is the reward of the turn, and `rewards.scorer` may grade the last reply.
 """
 
 from __future__ import annotations

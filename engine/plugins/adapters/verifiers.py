@@ -1,13 +1,14 @@
-"""Environments of verifiers before 0.4, unchanged: MultiTurnEnv, SingleTurnEnv, ToolEnv, StatefulToolEnv and their rubrics.
+"""Environments of verifiers before 0.4, unchanged: MultiTurnEnv, SingleTurnEnv, ToolEnv, StatefulToolEnv and their
+rubrics.
 
     tasks: {source: python, use: "engine.plugins.adapters.verifiers:rows", with: {use: "env_sum:load_environment"}}
     environment: {adapter: verifiers, use: "env_sum:load_environment", with: {args: {max_turns: 3}}}
     machine: step
 
-`use` is a function that returns the environment: `load_environment` of a package. The calls are those of the library's own
-loop (`MultiTurnEnv.rollout`): `init_state`, `setup_state`, then `is_completed`, `get_prompt_messages` and
-`add_model_response` for each reply, at the end `cleanup` and the rubric's `score_rollout`. No client of the library is asked,
-so each token is the one that the engine sampled.
+`use` is a function that returns the environment: `load_environment` of a package. The calls are those of the library's
+own loop (`MultiTurnEnv.rollout`): `init_state`, `setup_state`, then `is_completed`, `get_prompt_messages` and
+`add_model_response` for each reply, at the end `cleanup` and the rubric's `score_rollout`. No client of the library is
+asked, so each token is the one that the engine sampled.
 """
 
 from __future__ import annotations
@@ -138,7 +139,8 @@ class VerifiersEnvironment:
     """One rollout of an environment of verifiers.
 
     Args:
-        use: The function that returns the environment: `package.module:load_environment`, `path/file.py:load_environment`.
+        use: The function that returns the environment: `package.module:load_environment`,
+            `path/file.py:load_environment`.
         base: The spec's folder.
         args: Its keyword arguments.
         path: Folders to put on the import path; relative to the spec.
@@ -229,7 +231,8 @@ class VerifiersEnvironment:
         )
 
     async def _cut(self, view: EpisodeView) -> bool:
-        """Whether nothing but a limit ended the rollout. A SingleTurnEnv has no other end than its limit of one turn."""
+        """Whether nothing but a limit ended the rollout. A SingleTurnEnv has no other end than its limit of one
+        turn."""
         if self._state["stop_condition"] not in CUT or view.finish == "length":
             return self._state["stop_condition"] in CUT
         call = library(NAME, "verifiers.utils.async_utils").maybe_call_with_named_args

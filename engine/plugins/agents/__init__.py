@@ -1,9 +1,11 @@
 """Agent programs: unmodified programs that speak to a model API, whose requests are the turns of an episode.
 
-spec.py         the section `agent`; facts.py: what other parts of the engine know of it; rules.py: its rules of `engine validate`
+spec.py         the section `agent`; facts.py: what other parts of the engine know of it; rules.py: its
+                rules of `engine validate`
 action.py       the action `run_agent`: gives the program the newest reply, and waits for its next request or its end
 agent_run.py    starts the program of one episode, and adds it to the episode's objects; its rewards at the end
-program.py      one program: what runs, its requests, its end; command.py, keeper.py, confined.py: a program that is a shell command
+program.py      one program: what runs, its requests, its end; command.py, keeper.py, confined.py: a program
+                that is a shell command
 record.py       the journal record of a request or an end
 threads.py      where a request continues in the conversation
 prefetch.py     samples replies to requests that wait

@@ -1,8 +1,8 @@
 """`run_agent`: runs an agent program until its next request, or its end.
 
-A request is a record, whose event leads to a state that generates. When the machine comes back, that turn's record is durable,
-and the reply is sent. On a resume the program runs again, and gets the recorded replies while its requests are the recorded
-ones.
+A request is a record, whose event leads to a state that generates. When the machine comes back, that turn's record is
+durable, and the reply is sent. On a resume the program runs again, and gets the recorded replies while its requests are
+the recorded ones.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Starts the program of one episode, as a process or a coroutine, with what an episode's objects have of it; its rewards at the end."""
+"""Starts the program of one episode, as a process or a coroutine, with what an episode's objects have of it; its
+rewards at the end."""
 
 from __future__ import annotations
 
@@ -166,7 +167,8 @@ class AgentStarter:
         self._function = None if self._spec.use is None else load_entry(self._spec.use, loaded.base)
         if self._function is not None and not is_async(self._function):
             raise SpecCodeError(
-                f"agent.use: `{self._spec.use}` must be a coroutine function: write `async def`, or start it with `run`",
+                f"agent.use: `{self._spec.use}` must be a coroutine function: write `async def`, or start it with "
+                "`run`",
                 blame="spec",
                 kind="agent_not_async",
             )
@@ -209,13 +211,15 @@ class AgentStarter:
             )
         elif self._function is None:
             raise SpecCodeError(
-                "`agent` has neither `run` nor `use`: its programs run elsewhere; open episodes with `engine serve --api`",
+                "`agent` has neither `run` nor `use`: its programs run elsewhere; open episodes with "
+                "`engine serve --api`",
                 blame="spec",
                 kind="agent_elsewhere",
             )
         elif added.env:
             raise SpecCodeError(
-                f"the environment gives its program the variables {', '.join(added.env)}, and `agent.use` has none: use `agent.run`",
+                f"the environment gives its program the variables {', '.join(added.env)}, and `agent.use` has none: "
+                "use `agent.run`",
                 blame="spec",
                 kind="agent_without_variables",
             )
@@ -294,7 +298,8 @@ class AgentService(EpisodeService):
         """Refuse a spec without a program where none runs elsewhere. Raises: SpecCodeError."""
         if self._agent.elsewhere and self._elsewhere is None:
             raise SpecCodeError(
-                "`agent` has neither `run` nor `use`, so its programs run elsewhere: open episodes with `engine serve --api`",
+                "`agent` has neither `run` nor `use`, so its programs run elsewhere: open episodes with "
+                "`engine serve --api`",
                 blame="spec",
                 kind="agent_elsewhere",
             )
@@ -360,7 +365,8 @@ def require_reward(episode: Episode, what: str, tail: str = "") -> None:
     """
     if not episode.ledger.postings:
         raise SpecCodeError(
-            f"{what} and nothing gave a reward: write one to EPISODE_REWARD_FILE, POST one to EPISODE_REWARD_URL, return one "
+            f"{what} and nothing gave a reward: write one to EPISODE_REWARD_FILE, POST one to EPISODE_REWARD_URL, "
+            "return one "
             f"(`use`), or set agent.reward or rewards.scorer{tail}",
             blame="environment",
             kind="no_reward",

@@ -1,4 +1,5 @@
-"""A program that is a shell command: its environment, its folder with task and reward, and its process, which the keeper (keeper.py) starts.
+"""A program that is a shell command: its environment, its folder with task and reward, and its process, which the
+keeper (keeper.py) starts.
 
 Invariant: after `stop`, and after `ended` is done, no process of the program runs, unless it belongs to another user.
 """

@@ -1,9 +1,11 @@
 """The sandbox of an agent program: bubblewrap (`engine.plugins.confinement.sandbox`) with one way out, the endpoint.
 
-The program has a network of its own, in which only 127.0.0.1 exists. A forwarder in the sandbox listens there on the endpoint's port, and hands each
-connection on to a socket file of the engine. So the program finds the endpoint at its usual address, and reaches nothing else.
+The program has a network of its own, in which only 127.0.0.1 exists. A forwarder in the sandbox listens there on the
+endpoint's port, and hands each connection on to a socket file of the engine. So the program finds the endpoint at its
+usual address, and reaches nothing else.
 
-All that it writes lies in one file system in memory, so `disk` counts it together. Its task and the socket can only be read.
+All that it writes lies in one file system in memory, so `disk` counts it together. Its task and the socket can only be
+read.
 """
 
 from __future__ import annotations
@@ -105,7 +107,8 @@ while True:
             watch(one), watch(other)
 """
 )
-"""Runs in the sandbox: becomes an unprivileged user, sets its limits, starts the forwarder, and executes the program."""
+"""Runs in the sandbox: becomes an unprivileged user, sets its limits, starts the forwarder, and executes the
+program."""
 
 
 class Confined(Struct, frozen=True, kw_only=True):
@@ -113,8 +116,8 @@ class Confined(Struct, frozen=True, kw_only=True):
 
     command: list[str]
     reads: list[bytes]
-    """What bubblewrap reads from its descriptors: options with the program's variables, which the table of processes must
-    not show, and the filter of system calls."""
+    """What bubblewrap reads from its descriptors: options with the program's variables, which the table of processes
+    must not show, and the filter of system calls."""
     files: int
     """Maximum number of its files."""
     uid: int | None

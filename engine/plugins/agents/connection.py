@@ -1,6 +1,8 @@
-"""HTTP/1.1 connections: requests one after the other, whether the other side still reads its answers, and which connections a server keeps.
+"""HTTP/1.1 connections: requests one after the other, whether the other side still reads its answers, and which
+connections a server keeps.
 
-Invariant: a request is its head until a route has checked its key and asks for the body. What cannot be read as HTTP gets an answer too.
+Invariant: a request is its head until a route has checked its key and asks for the body. What cannot be read as HTTP
+gets an answer too.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from engine.storable import valid_text
 log = Seldom(structlog.get_logger(__name__))
 
 HEAD_SECONDS, BODY_SECONDS = 20, 120
-"""Time for the head of a request and for its body. A connection whose key is known may wait longer before a request begins."""
+"""Time for the head of a request and for its body. A connection whose key is known may wait longer before a request
+begins."""
 MAX_WITHOUT_KEY, MAX_OF_PEER, MAX_OF_KEY = 512, 128, 256
 """Connections that have sent no known key: of all peers, and of one address or socket file. Connections of one key."""
 MAX_WAITING_BYTES = 256 << 20
@@ -60,8 +63,9 @@ class Head(Struct, frozen=True, kw_only=True):
 class Connection:
     """One connection.
 
-    An answer counts as received when its last byte was sent to a program that had not closed the connection, and the program's
-    system took it: a program that closes with unread bytes resets the connection, and the next `head` raises ConnectionError.
+    An answer counts as received when its last byte was sent to a program that had not closed the connection, and the
+    program's system took it: a program that closes with unread bytes resets the connection, and the next `head` raises
+    ConnectionError.
 
     Args:
         reader: What the program sends.
@@ -279,11 +283,13 @@ class Connection:
 
 
 class Admission:
-    """Which connections a server keeps: how many, for how long without a request, and with how many bytes that wait for answers.
+    """Which connections a server keeps: how many, for how long without a request, and with how many bytes that wait for
+    answers.
 
-    A connection counts for its peer until it has sent a key that is known, and from then on for that key. Where one has too many, its own
-    oldest connection that waits for a request is closed; so nobody takes the places of others. Time is counted in ticks of the event loop, at
-    most one a second: a time in which the engine itself was busy does not count.
+    A connection counts for its peer until it has sent a key that is known, and from then on for that key. Where one has
+    too many, its own oldest connection that waits for a request is closed; so nobody takes the places of others. Time
+    is counted in ticks of the event loop, at most one a second: a time in which the engine itself was busy does not
+    count.
     """
 
     def __init__(self) -> None:
@@ -352,7 +358,8 @@ class Admission:
             raise ApiError(text, status=429, code="too_many_bytes")
 
     def make_room(self) -> bool:
-        """Close the oldest connection that waits for a request, of the peer or key that has most; False if there is none."""
+        """Close the oldest connection that waits for a request, of the peer or key that has most; False if there is
+        none."""
         groups = [*self._peers.values(), *self._keys.values()]
         return any(self._close_oldest(group) for group in sorted(groups, key=len, reverse=True))
 
@@ -375,7 +382,8 @@ class Admission:
             self._timer = None
 
     def _close_oldest(self, group: Iterable[Connection]) -> bool:
-        """Close the oldest connection of a group that waits for a request, or has no known key; False if there is none."""
+        """Close the oldest connection of a group that waits for a request, or has no known key; False if there is
+        none."""
         oldest = next((connection for connection in group if connection.waits or connection.key is None), None)
         if oldest is not None:
             log.warning("too many connections: the oldest one without a request is closed", peer=oldest.peer)

@@ -1,4 +1,5 @@
-"""What other parts of the engine know of `agent`: its action, its preset, what its section means. The section and the action are imported when asked for."""
+"""What other parts of the engine know of `agent`: its action, its preset, what its section means. The section and the
+action are imported when asked for."""
 
 from __future__ import annotations
 
@@ -49,7 +50,8 @@ AGENT = Preset(
 
 
 def spec_facts(spec: EpisodeSpec) -> SpecFacts:
-    """The hook `spec_facts`: what `agent` means for other parts of a spec, its coroutine, its rewards, and where its programs run."""
+    """The hook `spec_facts`: what `agent` means for other parts of a spec, its coroutine, its rewards, and where its
+    programs run."""
     from engine.plugins.agents.spec import AgentSpec
 
     agent = AgentSpec.section_of(spec)

@@ -1,7 +1,8 @@
-"""The requests of one episode's program: which wait, which are answered, which repeat another, and whose replies nobody received.
+"""The requests of one episode's program: which wait, which are answered, which repeat another, and whose replies nobody
+received.
 
-Invariant: every request that was let in gets its replies, or an error when the inbox closes. A reply counts as received while one
-connection that asked for it has it, or still waits for it.
+Invariant: every request that was let in gets its replies, or an error when the inbox closes. A reply counts as received
+while one connection that asked for it has it, or still waits for it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from engine.rewards.ledger import REWARD
 from engine.schemas.reward import RewardEvent
 
 IDEMPOTENCY_KEY, RETRY_COUNT = "idempotency-key", "x-stainless-retry-count"
-"""Headers that mark a retry: the first names a request and its retries, the second counts them (SDKs of OpenAI and Anthropic)."""
+"""Headers that mark a retry: the first names a request and its retries, the second counts them (SDKs of OpenAI and
+Anthropic)."""
 _ANSWERED = ModelRequest(messages=[])
 
 

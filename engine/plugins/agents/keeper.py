@@ -2,19 +2,21 @@
 
     keeper.py FD FOLDER
 
-It is a script (`engine.processes.system:script`) and runs no code of a spec. For each program it forks a guard, which is a subreaper
-(PR_SET_CHILD_SUBREAPER, Linux): a process of the program that loses its parent becomes a child of the guard, also if it left its
-session. So the guard's descendants are exactly the program's processes. The guard kills them all when the program ends, when
-the engine asks for it, and when the engine is gone; then it says how the program ended, and ends.
+It is a script (`engine.processes.system:script`) and runs no code of a spec. For each program it forks a guard, which
+is a subreaper (PR_SET_CHILD_SUBREAPER, Linux): a process of the program that loses its parent becomes a child of the
+guard, also if it left its session. So the guard's descendants are exactly the program's processes. The guard kills them
+all when the program ends, when the engine asks for it, and when the engine is gone; then it says how the program ended,
+and ends.
 
-Protocol: the engine sends one JSON line over the socket FD for each program (`command`, `cwd`, `env`), with two descriptors: the guard's own socket
-and the program's output. On its own socket the guard answers `{"pid": …}` or `{"error": …}`, and at the end `{"status": …}`. Anything that the
-engine sends there, or its end, kills the program. When the socket FD is closed, guards see that the engine is gone; after the last of them the keeper
-removes FOLDER, the programs' temporary folders, and ends.
+Protocol: the engine sends one JSON line over the socket FD for each program (`command`, `cwd`, `env`), with two
+descriptors: the guard's own socket and the program's output. On its own socket the guard answers `{"pid": …}` or
+`{"error": …}`, and at the end `{"status": …}`. Anything that the engine sends there, or its end, kills the program.
+When the socket FD is closed, guards see that the engine is gone; after the last of them the keeper removes FOLDER, the
+programs' temporary folders, and ends.
 
-A program in a sandbox has two keys more. `reads` are texts in base64, which it finds at the descriptors 3, 4, …; after them
-comes a socket, over which it sends the open folder that it may write. The guard kills it if that has more than `files`
-files, and says at the end which `reward` is in it.
+A program in a sandbox has two keys more. `reads` are texts in base64, which it finds at the descriptors 3, 4, …; after
+them comes a socket, over which it sends the open folder that it may write. The guard kills it if that has more than
+`files` files, and says at the end which `reward` is in it.
 """
 
 from __future__ import annotations

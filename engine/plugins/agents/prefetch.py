@@ -1,8 +1,8 @@
 """Samples replies to requests of an agent program while another of its requests is answered.
 
-A reply that was sampled ahead is used only if the prompt, images and sampling of its turn are those that it was sampled with; so
-what is recorded is what one request after the other would have given the model. Its seed is that of a turn number that no other
-reply of the episode has while it is sampled.
+A reply that was sampled ahead is used only if the prompt, images and sampling of its turn are those that it was sampled
+with; so what is recorded is what one request after the other would have given the model. Its seed is that of a turn
+number that no other reply of the episode has while it is sampled.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """One agent program: what runs, its requests in the order in which they are answered, and its end.
 
-Invariant: after `stop` the program does not run, its key is refused, and its waiting requests are answered with an error.
+Invariant: after `stop` the program does not run, its key is refused, and its waiting requests are answered with an
+error.
 """
 
 from __future__ import annotations
@@ -74,8 +75,8 @@ Call = Callable[[Mapping[str, Any]], Awaitable[Any]]
 
 
 class CoroutineProgram(ProgramBody):
-    """A coroutine of the spec's code, on a loop of its own (`engine.actions.calling.workers`): it is cancelled at its end. It ends with
-    status 0 if it returns, and with status 1 if it raises.
+    """A coroutine of the spec's code, on a loop of its own (`engine.actions.calling.workers`): it is cancelled at its
+    end. It ends with status 0 if it returns, and with status 1 if it raises.
 
     Args:
         call: Calls it.
@@ -130,8 +131,8 @@ class CoroutineProgram(ProgramBody):
 
 
 class ServedProgram(ProgramBody):
-    """A program elsewhere: it gets its endpoint over HTTP, and says itself when it has ended (`engine serve --api`). The engine cannot end it,
-    and refuses its key from then on.
+    """A program elsewhere: it gets its endpoint over HTTP, and says itself when it has ended (`engine serve --api`).
+    The engine cannot end it, and refuses its key from then on.
 
     Args:
         task: Its task.
@@ -233,8 +234,8 @@ class AgentProgram:
     async def next(self, recorded: Callable[[Exchange], bool] | None = None) -> Exchange | ProgramEnd:
         """Wait for the next request, or for the program's end or that of its time, after which it is stopped.
 
-        A request that comes alone is next at once. Requests that come while another one is answered are sampled at the same
-        time, and the first one whose reply is there is next.
+        A request that comes alone is next at once. Requests that come while another one is answered are sampled at the
+        same time, and the first one whose reply is there is next.
 
         Args:
             recorded: On a resume: whether a request is the one that was next before.

@@ -24,7 +24,8 @@ class AgentRecord(RecordBase, frozen=True, kw_only=True):
     parent: int | None = None
     """Of a request: the turn that it continues; None if it continues none."""
     reason: str = ""
-    """Of a request: why it begins a branch; empty if it does not. Of an end without a reply: why the newest request was refused."""
+    """Of a request: why it begins a branch; empty if it does not. Of an end without a reply: why the newest request was
+    refused."""
     tools: list[dict[str, Any]] = msgspec.field(default_factory=list)
     """Of a request: the tools' schemas, in OpenAI's form."""
     sample: int = 0

@@ -1,4 +1,5 @@
-"""Rewards that an agent program gives: at its end (a file, a returned value, its exit status), or for a reply by `POST /v1/reward`."""
+"""Rewards that an agent program gives: at its end (a file, a returned value, its exit status), or for a reply by
+`POST /v1/reward`."""
 
 from __future__ import annotations
 
@@ -48,8 +49,8 @@ def read_posted(body: Any, names: Collection[str], sent: Mapping[str, Sequence[i
     """The reward of one `POST`.
 
     Args:
-        body: Its JSON value: `value`, and optionally `response_id` (default: the newest reply), `choice` (of a request for
-            several replies) and `name`.
+        body: Its JSON value: `value`, and optionally `response_id` (default: the newest reply), `choice` (of a request
+            for several replies) and `name`.
         names: Names that rewards may have.
         sent: The turns of each reply that was sent, by the part of its id that all model APIs share.
         episode: The episode's id, with which that part begins.

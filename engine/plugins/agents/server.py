@@ -1,7 +1,9 @@
-"""The endpoint that agent programs call: one HTTP/1.1 server on each event loop, for all its episodes and the services on it.
+"""The endpoint that agent programs call: one HTTP/1.1 server on each event loop, for all its episodes and the services
+on it.
 
-A request's key says to which episode it belongs (`Authorization: Bearer`, or `x-api-key`). A request with an unknown key is
-refused, so the key of an episode that has ended is worthless. The server listens on 127.0.0.1 only, while an episode is open.
+A request's key says to which episode it belongs (`Authorization: Bearer`, or `x-api-key`). A request with an unknown
+key is refused, so the key of an episode that has ended is worthless. The server listens on 127.0.0.1 only, while an
+episode is open.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ KEEP_ALIVE_SECONDS = 3.0
 _MAX_REWARD = 1 << 16
 """Maximum bytes of a posted reward."""
 _BURST = 8
-"""Connections that are accepted before others are read. The requests of a well-behaved client are read before it has many connections without one."""
+"""Connections that are accepted before others are read. The requests of a well-behaved client are read before it has
+many connections without one."""
 _PAUSE = 0.1
 """Seconds after which connections are accepted again, where the system had no room for one and none could be closed."""
 _FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
@@ -125,7 +128,8 @@ class AgentServer:
         self._router: Router | None = None
 
     async def listen(self, host: str, port: int, router: Router) -> str:
-        """Listen on an address until `stop_listening`, also while no episode is open. Returns the address, without a path.
+        """Listen on an address until `stop_listening`, also while no episode is open. Returns the address, without a
+        path.
 
         Args:
             host: The address.

@@ -37,7 +37,8 @@ class Continuation(Struct, frozen=True, kw_only=True):
     covered: int
     """How many of its messages are the history up to that reply."""
     reason: str
-    """Why it begins a branch: `edited`, `repeated`, `tools_changed`, `condensed` or `subagent`; empty if it does not."""
+    """Why it begins a branch: `edited`, `repeated`, `tools_changed`, `condensed` or `subagent`; empty if it does
+    not."""
 
 
 class Request(Struct, frozen=True, kw_only=True):
@@ -68,12 +69,13 @@ class _Known:
 
 @dataclass(slots=True)
 class EchoIndex:
-    """The requests and replies of one episode: finds the reply that a request continues, the deepest one that its history echoes.
+    """The requests and replies of one episode: finds the reply that a request continues, the deepest one that its
+    history echoes.
 
-    A history echoes a reply if all its messages up to the reply are those of the reply's own conversation, and its last one is the
-    reply. What SDKs change does not count: missing reasoning, null content, spelling of JSON, keys of other APIs, a stop text
-    that was added again, white space at the end of a reply. Reasoning that is given must be the reply's own. All else counts.
-    A request costs O(its messages).
+    A history echoes a reply if all its messages up to the reply are those of the reply's own conversation, and its last
+    one is the reply. What SDKs change does not count: missing reasoning, null content, spelling of JSON, keys of other
+    APIs, a stop text that was added again, white space at the end of a reply. Reasoning that is given must be the
+    reply's own. All else counts. A request costs O(its messages).
 
     Args:
         stop_texts: Texts that end replies and that some programs add again.
@@ -121,7 +123,8 @@ class EchoIndex:
             if not fitting:
                 break  # it has other reasoning than was sampled, so the history from here on is another one
             ids = [call.id for call in message.tool_calls]
-            # of replies with one content: the one whose calls have these ids, then one that nothing continues, then the newest
+            # of replies with one content: the one whose calls have these ids, then one that nothing continues, then the
+            # newest
             parent = max(fitting, key=lambda reply: (reply.call_ids == ids, not reply.continued, reply.turn))
             covered = at + 1
         repeated = bool(keys) and (keys[-1], tools) in self._requests

@@ -86,7 +86,8 @@ def audit(
     for row in rows:
         if row.has_ids and len(row.ids) and int(row.ids.max()) >= template.vocab_size:
             raise AuditError(
-                f"{row.place} holds the id {int(row.ids.max())}, and the model's vocabulary is [0, {template.vocab_size}): "
+                f"{row.place} holds the id {int(row.ids.max())}, and the model's vocabulary is [0, "
+                f"{template.vocab_size}): "
                 "give the model that sampled these rows"
             )
     marks = TemplateMarks(template)

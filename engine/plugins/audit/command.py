@@ -51,7 +51,8 @@ def audit(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="The sampler's own record: JSON lines with the `output_ids` of each reply. With it, changed ids are proved.",
+            help="The sampler's own record: JSON lines with the `output_ids` of each reply. With it, changed ids are "
+            "proved.",
         ),
     ] = None,
     stop: Annotated[
@@ -67,9 +68,9 @@ def audit(
 ) -> None:
     """Judge training rows of verl, TRL, slime, SkyRL or AReaL: ids, masks, prompts, rewards, groups and versions.
 
-    Each finding names the row, the token and the rule; docs/rows.md describes the rules and the files that are read. The exit status is 0
-    without errors, 1 with an error (--strict: or a warning), 2 if a file could not be read. Files may come from strangers: nothing
-    in them is executed.
+    Each finding names the row, the token and the rule; docs/rows.md describes the rules and the files that are read.
+    The exit status is 0 without errors, 1 with an error (--strict: or a warning), 2 if a file could not be read. Files
+    may come from strangers: nothing in them is executed.
     """
     import asyncio
 
@@ -162,10 +163,14 @@ def _summary(report: Report, console: Console) -> None:
     if report.replies:
         sign = _NONE_UNUSUAL if not report.unusual and report.replies >= _MANY else ""
         console.print(
-            f"{report.unusual} of {report.replies} replies have ids that the tokenizer would not make of their text{sign}"
+            f"{report.unusual} of {report.replies} replies have ids that the tokenizer would not make of their "
+            f"text{sign}"
         )
 
 
 _MANY = 200
 """Replies from which on it is worth a note that none has unusual ids."""
-_NONE_UNUSUAL = ". Sampled replies sometimes have such ids: none at all may mean that they were encoded again, which --sampled can prove"
+_NONE_UNUSUAL = (
+    ". Sampled replies sometimes have such ids: none at all may mean that they were encoded again, which --sampled can "
+    "prove"
+)

@@ -1,7 +1,7 @@
 """What the rules read of a row: its replies, what follows them, and how the template writes its prompts.
 
-`TemplateMarks` learns what a chat template writes around messages by rendering marks, and reads messages back from ids. What is read back is
-never trusted: the caller renders it and compares ids.
+`TemplateMarks` learns what a chat template writes around messages by rendering marks, and reads messages back from ids.
+What is read back is never trusted: the caller renders it and compares ids.
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ class TemplateMarks:
 
     @cached_property
     def closing(self) -> list[int]:
-        """The ids that the template writes after a reply's stop token, before the next message begins: `\\n` in ChatML."""
+        """The ids that the template writes after a reply's stop token, before the next message begins: `\\n` in
+        ChatML."""
         text = self.between.get(("assistant", "user"), "")
         ids = self.template.encode(text)
         if not ids or ids[0] not in self.template.stop_set:
@@ -114,7 +115,8 @@ class TemplateMarks:
     # --- ids -> messages ----------------------------------------------------------------------------------
 
     def messages(self, ids: Sequence[int] | Vector) -> list[Message] | None:
-        """The messages that a prompt [tokens] spells, if they render to exactly these ids; None otherwise. Rows of a group share the answer."""
+        """The messages that a prompt [tokens] spells, if they render to exactly these ids; None otherwise. Rows of a
+        group share the answer."""
         key = np.asarray(ids, np.int32).tobytes()
         if key not in self._read:
             readings = self._readings(self.template.decode(np.asarray(ids, np.int32)))
@@ -129,11 +131,13 @@ class TemplateMarks:
             return False
 
     def likely(self, ids: Sequence[int] | Vector) -> list[Message] | None:
-        """The messages that a prompt [tokens] seems to spell, which may render to other ids; None where it has no known form."""
+        """The messages that a prompt [tokens] seems to spell, which may render to other ids; None where it has no known
+        form."""
         return next(iter(self._readings(self.template.decode(np.asarray(ids, np.int32)))), None)
 
     def observations(self, ids: Sequence[int] | Vector, *, stopped: bool) -> list[Message] | None:
-        """The messages between two replies; None where the ids are not of the template's form. What the template writes at the end of a reply may be missing.
+        """The messages between two replies; None where the ids are not of the template's form. What the template writes
+        at the end of a reply may be missing.
 
         Args:
             ids: The ids [tokens] after a reply, up to the next one.
@@ -160,7 +164,8 @@ class TemplateMarks:
         return found
 
     def _rest(self, text: str, at: int, role: Role) -> list[Message] | None:
-        """The messages from a position on, the first of which has a role; None where the text does not end as a prompt does."""
+        """The messages from a position on, the first of which has a role; None where the text does not end as a prompt
+        does."""
         messages: list[Message] = []
         for _ in range(MAX_MESSAGES):
             tail = self.tails.get(role)
@@ -298,7 +303,8 @@ class Examined:
 
     @cached_property
     def prompts(self) -> list[Vector]:
-        """The ids, each int32 [tokens], that the first reply may have been sampled from: the prompt, and the prompt with the masked tokens before the first trained one."""
+        """The ids, each int32 [tokens], that the first reply may have been sampled from: the prompt, and the prompt
+        with the masked tokens before the first trained one."""
         assert self.foreign.prompt_ids is not None
         first = self.runs[0][0] if self.runs else 0
         whole = [self.ids[: self.start + first]] if first else []
@@ -313,14 +319,16 @@ class Examined:
 
     @cached_property
     def prompt_is_rendered(self) -> bool:
-        """Whether the prompt's ids are what the template renders: for the file's messages, or for those that the ids spell."""
+        """Whether the prompt's ids are what the template renders: for the file's messages, or for those that the ids
+        spell."""
         if self.messages is not None and any(self.marks.renders(self.messages, ids) for ids in self.prompts):
             return True
         return self.read_prompt is not None
 
     @cached_property
     def shown_messages(self) -> list[Message]:
-        """The prompt as messages, for looking at it: exact where they can be, else the decoded text as one message of a user."""
+        """The prompt as messages, for looking at it: exact where they can be, else the decoded text as one message of a
+        user."""
         if self.foreign.prompt_ids is None:
             if self.messages is not None:
                 return self.messages
@@ -358,7 +366,7 @@ class Examined:
 
 
 def first_difference(one: Sequence[int] | Vector, other: Sequence[int] | Vector) -> int:
-    """The first place at which two lists differ; the length of the shorter one where none does."""
+    """The first place at which two lists of ids [n] differ; the length of the shorter one where none does."""
     size = min(len(one), len(other))
     different = np.flatnonzero(np.asarray(one[:size]) != np.asarray(other[:size]))
     return int(different[0]) if len(different) else size

@@ -33,7 +33,8 @@ class Document(NamedTuple):
 
 
 def find_files(paths: Sequence[Path]) -> Iterator[Path]:
-    """Yield the files to read: for a folder, those directly in it with a known ending, by name; numbers in numerical order.
+    """Yield the files to read: for a folder, those directly in it with a known ending, by name; numbers in numerical
+    order.
 
     Raises:
         AuditError: There is no such file, or no file in the folder.
@@ -86,7 +87,8 @@ def _document(path: Path, data: bytes) -> Document:
 def _json(path: Path, data: bytes) -> Document:
     if data.lstrip()[:1] not in (b"{", b"["):
         raise AuditError(
-            "the file is none of JSON, JSON lines, Parquet, safetensors, a pickle (protocol 2 or later) and a file of torch.save"
+            "the file is none of JSON, JSON lines, Parquet, safetensors, a pickle (protocol 2 or later) and a file of "
+            "torch.save"
         )
     try:
         value = from_json(data)

@@ -9,7 +9,8 @@ from typing import Any, Literal
 from engine.schemas.base import Struct
 
 Severity = Literal["error", "warning", "info"]
-"""`error`: the loss is not the one that the rewards and samples mean. `warning`: it may be intended. `info`: something that the rows do not tell."""
+"""`error`: the loss is not the one that the rewards and samples mean. `warning`: it may be intended. `info`: something
+that the rows do not tell."""
 
 
 class RowFinding(Struct, frozen=True, kw_only=True):

@@ -1,12 +1,14 @@
-"""Reads pickles and files of `torch.save` without executing them and without torch: classes and functions become inert records, arrays NumPy arrays.
+"""Reads pickles and files of `torch.save` without executing them and without torch: classes and functions become inert
+records, arrays NumPy arrays.
 
     read_pickle(data).state           # what a `DataProto` would have restored itself from
     plain(read_pickle(data))          # the same with arrays and plain values in place of their records
     read_torch(data)                  # the object of a file of `torch.save`: dicts, lists, arrays
 
-A pickle is a program that can call any function it names. Here no name is imported: `find_class` gives a new subclass of
-`Inert`, which only keeps the arguments and the state that it is given. The interpreter is the one of the standard library that is written in Python: the one in C
-allocates memory by numbers in the file. Every array is checked against the bytes that the file has for it before it is made.
+A pickle is a program that can call any function it names. Here no name is imported: `find_class` gives a new subclass
+of `Inert`, which only keeps the arguments and the state that it is given. The interpreter is the one of the standard
+library that is written in Python: the one in C allocates memory by numbers in the file. Every array is checked against
+the bytes that the file has for it before it is made.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ MAX_NAMES = 10_000
 
 
 class Inert:
-    """An object of a pickle: the name of its class or function, its arguments, state, items and pairs. It does nothing."""
+    """An object of a pickle: the name of its class or function, its arguments, state, items and pairs. It does
+    nothing."""
 
     name: ClassVar[str] = ""
     """`module.name` as the pickle has it."""
@@ -110,8 +113,8 @@ class _Unpickler(pickle._Unpickler):
 
 
 def _with_plain_keys(opcode: bytes, keys: slice) -> Callable[[Any], None]:
-    """An instruction that makes keys, which stand at these places of the stack. Tuples are refused: a deeply nested one would overflow
-    the stack when it is hashed."""
+    """An instruction that makes keys, which stand at these places of the stack. Tuples are refused: a deeply nested one
+    would overflow the stack when it is hashed."""
     run = pickle._Unpickler.dispatch[opcode[0]]
 
     def checked(self: Any) -> None:
@@ -276,7 +279,8 @@ def plain(value: Any) -> Any:
 
 
 class _Converter:
-    """Converts one file. An object that the file refers to several times is converted once, so no file grows in memory."""
+    """Converts one file. An object that the file refers to several times is converted once, so no file grows in
+    memory."""
 
     def __init__(self) -> None:
         self._done: dict[int, Any] = {}

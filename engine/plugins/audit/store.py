@@ -2,9 +2,10 @@
 
     folder = asyncio.run(store_rows(examined, report, model, template, Path("runs")))
 
-The tokens, masks, log-probs and versions of an episode's branch are the row's own, exactly. Its messages are read from the row, and its journal
-holds them as records, so `engine show`, `engine view`, `engine export` and `engine rescore` work as for a run of the engine. `engine replay` compares
-the row with what the engine would have written for these messages and replies.
+The tokens, masks, log-probs and versions of an episode's branch are the row's own, exactly. Its messages are read from
+the row, and its journal holds them as records, so `engine show`, `engine view`, `engine export` and `engine rescore`
+work as for a run of the engine. `engine replay` compares the row with what the engine would have written for these
+messages and replies.
 
 An episode is trainable if the ids and the log-probs of its row are known and the framework did not leave it out.
 """
@@ -61,7 +62,8 @@ _EMPTY = np.empty(0, np.int32)
 
 
 def records_of(row: Examined, rules: list[str]) -> deque[Record]:
-    """The journal's records of a row, in order: the prompt, then each reply with the step that answers it, then the rewards.
+    """The journal's records of a row, in order: the prompt, then each reply with the step that answers it, then the
+    rewards.
 
     Args:
         row: The row.
@@ -242,7 +244,8 @@ def branch_of(row: Examined) -> Branch:
 
 
 def with_own_tokens(trajectory: Trajectory, row: Examined) -> Trajectory:
-    """A trajectory with the row's own tokens. It is trainable only if ids and log-probs are known and the row is not left out."""
+    """A trajectory with the row's own tokens. It is trainable only if ids and log-probs are known and the row is not
+    left out."""
     foreign = row.foreign
     known = foreign.has_ids and foreign.logprobs is not None and bool(np.all(np.isfinite(foreign.logprobs)))
     trainable = trajectory.outcome.trainable and known and not foreign.excluded and bool(row.runs)
@@ -277,7 +280,8 @@ class StoredRows:
     def reset(self, task: Task, seed: int) -> Reset:
         """Refuse. Raises: RuntimeError."""
         raise RuntimeError(
-            "these are rows of another framework: show, view, export and rescore them; to sample again, write a spec with their environment"
+            "these are rows of another framework: show, view, export and rescore them; to sample again, write a spec "
+            "with their environment"
         )
 
     def step(self, view: object) -> Step:
@@ -286,7 +290,8 @@ class StoredRows:
 
 
 def spec_text(framework: str, model: ModelSpec, rows: int) -> str:
-    """The spec of a run of stored rows, as YAML. Another spec that extends it may have other `rewards`, for `engine rescore`."""
+    """The spec of a run of stored rows, as YAML. Another spec that extends it may have other `rewards`, for
+    `engine rescore`."""
     document = {
         "spec": "episode/v1",
         "name": f"audit-{framework}",

@@ -1,7 +1,8 @@
 """Anthropic's Messages API (`/messages`), with tools as its own blocks.
 
-Invariant: each request has the form that the API requires. The first message is of the user, roles alternate, the results of calls begin the
-message after them, and no text block is blank. Where a conversation cannot be sent so, `NO_TEXT` fills the gap.
+Invariant: each request has the form that the API requires. The first message is of the user, roles alternate, the
+results of calls begin the message after them, and no text block is blank. Where a conversation cannot be sent so,
+`NO_TEXT` fills the gap.
 """
 
 from __future__ import annotations
@@ -108,7 +109,8 @@ class AnthropicBackend(ApiBackend):
         if isinstance(thinking, int):
             if thinking >= request.max_new_tokens:
                 raise BackendError(
-                    f"`backend.thinking` is {thinking} tokens, and the reply may have {request.max_new_tokens}: the API "
+                    f"`backend.thinking` is {thinking} tokens, and the reply may have {request.max_new_tokens}: the "
+                    "API "
                     "counts thinking as part of the reply; raise `sampling.max_new_tokens` or `limits.turn_tokens`",
                     kind="bad_request",
                 )
@@ -201,7 +203,8 @@ def _finish(reply: _Reply) -> FinishReason:
 
 
 def _sampling(sampling: SamplingParams) -> dict[str, Any]:
-    """Only what differs from the API's defaults: newer models and versions refuse `temperature`, `top_p` and `top_k`."""
+    """Only what differs from the API's defaults: newer models and versions refuse `temperature`, `top_p` and
+    `top_k`."""
     fields = {name: getattr(sampling, name) for name in ("top_p", "top_k") if getattr(sampling, name) is not None}
     if fields.get("top_k") == -1:
         del fields["top_k"]
@@ -219,7 +222,8 @@ def _tool(function: dict[str, Any]) -> dict[str, Any]:
 
 
 def _messages(messages: Sequence[Message], url_of: Callable[[str], str]) -> list[dict[str, Any]]:
-    """Messages in which roles alternate, the first is of the user, and results come before everything else of theirs."""
+    """Messages in which roles alternate, the first is of the user, and results come before everything else of
+    theirs."""
     sent: list[dict[str, Any]] = []
     for message in messages:
         if message.role == "assistant":
@@ -260,7 +264,8 @@ def _texts(message: Message) -> list[dict[str, Any]]:
 
 
 def _content(message: Message, url_of: Callable[[str], str]) -> list[dict[str, Any]]:
-    """Text and images of a message of a user or tool (or of the system, after the first message), without blank texts."""
+    """Text and images of a message of a user or tool (or of the system, after the first message), without blank
+    texts."""
     if isinstance(message.content, str):
         return [_text(message.content)] if message.content.strip() else []
     return [
@@ -310,15 +315,17 @@ def _reply_blocks(message: Message) -> list[dict[str, Any]]:
 
 
 def _name(name: str) -> str:
-    """A tool's name as the API accepts it. The model may have called a tool that does not exist by a name that cannot exist."""
+    """A tool's name as the API accepts it. The model may have called a tool that does not exist by a name that cannot
+    exist."""
     return _NOT_IN_NAMES.sub("_", name)[:64] or "_"
 
 
 def _mark(body: dict[str, Any], marker: dict[str, str]) -> None:
     """Mark what the API is to cache: tools and system, the prompt before the newest reply, and the whole prompt.
 
-    The API looks for a cached prefix at each marker and up to 20 blocks before it. A turn with more blocks than that still finds the prompt
-    before, because it has a marker of its own. At most three of the four markers that are allowed are used.
+    The API looks for a cached prefix at each marker and up to 20 blocks before it. A turn with more blocks than that
+    still finds the prompt before, because it has a marker of its own. At most three of the four markers that are
+    allowed are used.
     """
     asked = [message for message in body["messages"] if message["role"] == "user"]
     ends = [message["content"] for message in asked[-2:]]

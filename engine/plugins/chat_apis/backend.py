@@ -1,12 +1,12 @@
 """Chat APIs: messages and tools are sent, text and tool calls are returned. The base class of their backends.
 
-Such an endpoint returns no token ids, so nothing here is exact and no row trains. Tool calls come back apart from the text,
-and stay apart: text that only looks like a call is no call.
+Such an endpoint returns no token ids, so nothing here is exact and no row trains. Tool calls come back apart from the
+text, and stay apart: text that only looks like a call is no call.
 
-Invariant: each tool call that is sent has exactly one result, directly after its message, and each result that is sent as one
-belongs to a call. APIs refuse everything else with status 400. So a call without a result of its own (an environment read
-it, or nothing executed it) gets one that points to what follows, and the answer to a malformed call, which the assistant message does
-not have as a call, is sent as a message of the user.
+Invariant: each tool call that is sent has exactly one result, directly after its message, and each result that is sent
+as one belongs to a call. APIs refuse everything else with status 400. So a call without a result of its own (an
+environment read it, or nothing executed it) gets one that points to what follows, and the answer to a malformed call,
+which the assistant message does not have as a call, is sent as a message of the user.
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ class UnusableReplyError(ValueError):
 
 
 class ApiBackend(Backend):
-    """Sends requests to a chat API. A subclass knows one protocol: `path`, `body`, `read`, and `headers` if it has its own."""
+    """Sends requests to a chat API. A subclass knows one protocol: `path`, `body`, `read`, and `headers` if it has its
+    own."""
 
     path: ClassVar[str]
     """Where replies are requested, below the URL."""
@@ -100,8 +101,8 @@ class ApiBackend(Backend):
         """See `Backend.open`.
 
         Raises:
-            BackendError: The spec's sampling sets a parameter that the protocol does not have, the variable of the key is
-                not set, or the URL is invalid.
+            BackendError: The spec's sampling sets a parameter that the protocol does not have, the variable of the key
+                is not set, or the URL is invalid.
         """
         refuse_parameters(spec, loaded.spec.sampling)
         try:
@@ -136,11 +137,13 @@ class ApiBackend(Backend):
         """
 
     def adapts(self, reply: HttpReply, sent: bytes) -> bool:
-        """Whether a refused request is to be sent once more, because its next body differs from the one that was sent."""
+        """Whether a refused request is to be sent once more, because its next body differs from the one that was
+        sent."""
         return False
 
     def pause(self, reply: HttpReply) -> float | None:
-        """Seconds for which no request should be sent, by the reply's headers other than `Retry-After`; None: they do not say."""
+        """Seconds for which no request should be sent, by the reply's headers other than `Retry-After`; None: they do
+        not say."""
         return None
 
     # ------------------------------------------------------------------------------------------------------
@@ -171,8 +174,8 @@ class ApiBackend(Backend):
             ContextOverflow: The conversation does not fit the model.
             OutageError: The endpoint has not replied to any request for `backend.wait`.
             BudgetError: The run has cost what it may cost.
-            BackendError: No usable reply; kinds `timeout`, `unreachable`, `rate_limited`, `unavailable`, `server_error`,
-                `bad_reply`, `bad_request`, `unauthorized`, `not_found`, `closed`, `no_usage`.
+            BackendError: No usable reply; kinds `timeout`, `unreachable`, `rate_limited`, `unavailable`,
+                `server_error`, `bad_reply`, `bad_request`, `unauthorized`, `not_found`, `closed`, `no_usage`.
         """
         if request.messages is None:
             raise BackendError(f"the {self._spec.kind} backend needs the messages of the request", kind="bad_request")
@@ -241,7 +244,8 @@ class ApiBackend(Backend):
         return {name: self._counts[name] for name in names} | cost | paced | self.outage.stats()
 
     async def _answer(self, request: GenerateRequest, messages: list[Message]) -> Answer:
-        """The reply, after failed attempts were repeated. An attempt that the endpoint did not work on is not counted."""
+        """The reply, after failed attempts were repeated. An attempt that the endpoint did not work on is not
+        counted."""
         tries = Tries(self._spec.retries, self.outage)
         sent = paired(messages)
         while True:

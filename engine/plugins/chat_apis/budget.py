@@ -1,7 +1,7 @@
 """What a run has cost, and may cost.
 
-Invariant: a reply is in the file before its episode gets it, so a resume after a kill counts it, also if the episode's journal
-does not have it. What an API charged for a reply that never arrived is not known, and not counted.
+Invariant: a reply is in the file before its episode gets it, so a resume after a kill counts it, also if the episode's
+journal does not have it. What an API charged for a reply that never arrived is not known, and not counted.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ class Usage(msgspec.Struct, frozen=True):
 
 
 class Budget:
-    """Adds up the costs of a run in a file with one line for each reply, and refuses requests when the limit is reached.
+    """Adds up the costs of a run in a file with one line for each reply, and refuses requests when the limit is
+    reached.
 
         with Budget(folder / "costs.jsonl", most=5.0) as budget:
             budget.check()                                  # BudgetError if 5.0 are spent

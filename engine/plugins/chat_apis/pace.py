@@ -1,7 +1,7 @@
 """Limits of requests and tokens a minute.
 
-Invariant: over any time `t`, at most `limit * (1 + t / 60)` requests, and tokens as estimated, are sent; a request that is larger
-than a minute's tokens is sent alone, when a whole minute's tokens are free.
+Invariant: over any time `t`, at most `limit * (1 + t / 60)` requests, and tokens as estimated, are sent; a request that
+is larger than a minute's tokens is sent alone, when a whole minute's tokens are free.
 """
 
 from __future__ import annotations

@@ -32,8 +32,8 @@ class CostSpec(SpecSection):
     """What a run may cost."""
 
     max_cost: float | None = Field(default=None, gt=0)
-    """What the run may cost, by `prices` of its backends, resumes included. When it is reached, no request is sent any more,
-    replies under way are kept, and the run stops; it can be resumed with `--set rollout.max_cost=N`."""
+    """What the run may cost, by `prices` of its backends, resumes included. When it is reached, no request is sent any
+    more, replies under way are kept, and the run stops; it can be resumed with `--set rollout.max_cost=N`."""
 
 
 def facts(spec: EpisodeSpec) -> SpecFacts:
@@ -64,22 +64,23 @@ class ApiBackendSpec(BackendBase):
     api_key_env: str | None = None
     """Name of the environment variable that holds the API key."""
     prices: PricesSpec | None = None
-    """Prices by token. With them the cost of each turn and of the run is counted, and `rollout.max_cost` can limit it."""
+    """Prices by token. With them the cost of each turn and of the run is counted, and `rollout.max_cost` can limit
+    it."""
     requests_per_minute: int | None = Field(default=None, ge=1)
     """Requests that may be sent in a minute, retries included; the others wait."""
     tokens_per_minute: int | None = Field(default=None, ge=1)
-    """Tokens that may be sent and requested in a minute. A request counts with its prompt, by the tokenizer of `model.path`, and
-    the longest reply that it asks for, until the endpoint has counted its tokens."""
+    """Tokens that may be sent and requested in a minute. A request counts with its prompt, by the tokenizer of
+    `model.path`, and the longest reply that it asks for, until the endpoint has counted its tokens."""
     timeout: Seconds = 600.0
     """Deadline for one reply, including retries. Time in which the endpoint cannot be reached does not count."""
     try_timeout: Seconds | None = None
     """Deadline for one try, after which the request is sent again. Default: half of `timeout`."""
     retries: int = Field(default=4, ge=0)
-    """Tries after the first, on broken connections, bad replies and 5xx. An endpoint that cannot be reached or answers 429,
-    502, 503, 504 or 529 does not use up a try."""
+    """Tries after the first, on broken connections, bad replies and 5xx. An endpoint that cannot be reached or answers
+    429, 502, 503, 504 or 529 does not use up a try."""
     wait: Seconds = 600.0
-    """How long a run waits while the endpoint does not reply; then it stops, and can be resumed. No episode fails because
-    of an outage."""
+    """How long a run waits while the endpoint does not reply; then it stops, and can be resumed. No episode fails
+    because of an outage."""
 
     @property
     def server_urls(self) -> list[str]:
@@ -119,7 +120,8 @@ class OpenAIBackendSpec(ApiBackendSpec):
 
 
 class AnthropicBackendSpec(ApiBackendSpec):
-    """Anthropic's Messages API, or an endpoint with the same protocol. It returns only text, so its rows are not trainable."""
+    """Anthropic's Messages API, or an endpoint with the same protocol. It returns only text, so its rows are not
+    trainable."""
 
     runtime: ClassVar[str] = "engine.plugins.chat_apis.anthropic:AnthropicBackend"
     max_temperature: ClassVar[float] = 1.0
@@ -140,13 +142,14 @@ class AnthropicBackendSpec(ApiBackendSpec):
     url: str
     """Base URL, up to and including `/v1`."""
     version: Literal["2026-10-21", "2023-06-01"] = "2026-10-21"
-    """Version of the API. `2026-10-21` has no `temperature`, `top_p` and `top_k`; `2023-06-01` has them for the models that still take them, and is
-    what most other endpoints with this protocol have."""
+    """Version of the API. `2026-10-21` has no `temperature`, `top_p` and `top_k`; `2023-06-01` has them for the models
+    that still take them, and is what most other endpoints with this protocol have."""
     cache: Literal["5m", "1h"] | None = None
-    """How long the API keeps prompts, so that the next turn reads its prefix from the cache. Writing to the cache costs more than plain
-    input (`prices.cache_write`), reading much less. Default: nothing is cached."""
+    """How long the API keeps prompts, so that the next turn reads its prefix from the cache. Writing to the cache costs
+    more than plain input (`prices.cache_write`), reading much less. Default: nothing is cached."""
     thinking: Literal["adaptive", "disabled"] | Annotated[int, Field(ge=1024)] | None = None
-    """Reasoning: `adaptive`, `disabled`, or its maximum number of tokens, for models that have such a budget. Default: the model's own."""
+    """Reasoning: `adaptive`, `disabled`, or its maximum number of tokens, for models that have such a budget. Default:
+    the model's own."""
 
     @property
     def lacking(self) -> tuple[str, ...]:

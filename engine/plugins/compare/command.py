@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from engine.cli.exits import USAGE, errors_exit
+from engine.cli.exits import USAGE, errors_exit, wrong_usage
 from engine.cli.options import RunsFolder, only_looks
 from engine.plugins.evaluation.command import EvalFormat
 from engine.terminal import echo_json
@@ -39,18 +39,17 @@ def compare(
     with the largest losses and gains are named, and the values of the specs that differ.
     """
     from engine.cli.console import make_console
-    from engine.errors import StoreError
     from engine.plugins.compare.run_comparison import compare_runs
     from engine.store import RunStore, find_run
 
     with errors_exit(USAGE):
         one, other = (RunStore.open(find_run(_run(run), out=out), readonly=True) for run in (first, second))
         comparison = compare_runs(one, other)
-        if not comparison.tasks:
-            raise StoreError(
-                f"{one.run_id} and {other.run_id} have no finished task in common "
-                f"({len(comparison.changed)} of the same name differ); compare runs of the same tasks"
-            )
+    if not comparison.tasks:
+        wrong_usage(
+            f"{one.run_id} and {other.run_id} have no finished task in common "
+            f"({len(comparison.changed)} of the same name differ); compare runs of the same tasks"
+        )
     if format is EvalFormat.JSON:
         document = {
             "first": comparison.first,

@@ -105,7 +105,8 @@ def compare_runs(first: RunReader, second: RunReader) -> RunComparison:
 
 
 def spec_differences(first: RunReader, second: RunReader) -> list[SpecDifference]:
-    """Return the differences between the specs of two runs with all defaults, and between the engines and packages that ran them.
+    """Return the differences between the specs of two runs with all defaults, and between the engines and packages that
+    ran them.
 
     Values of variables (`${NAME}`) are compared by their names, because values are not stored.
     """

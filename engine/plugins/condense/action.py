@@ -1,7 +1,8 @@
 """`condense`: shows the model a shorter thread. `ask_summary`: asks the policy to summarise its own history first.
 
-Invariant: `perform` finds the shorter texts, and its record holds the whole new thread, so `apply`, resume and replay condense
-nothing again. A thread that would not be shorter is not used (event `unchanged`). Replies that were sampled are not rewritten.
+Invariant: `perform` finds the shorter texts, and its record holds the whole new thread, so `apply`, resume and replay
+condense nothing again. A thread that would not be shorter is not used (event `unchanged`). Replies that were sampled
+are not rewritten.
 """
 
 from __future__ import annotations
@@ -167,7 +168,8 @@ class CondenseAction(SpecCodeAction):
         return [*said[:start], stands, *said[end:]], blocks, sampled
 
     async def _condensed(self, text: str, episode: Episode, objects: EpisodeObjects, index: int) -> tuple[str, int]:
-        """What stands for a text, and how many tokens a model sampled for it; an empty text if it is over the budget."""
+        """What stands for a text, and how many tokens a model sampled for it; an empty text if it is over the
+        budget."""
         condenser = self._spec.condenser
         if isinstance(condenser, DropSpec):
             return condenser.text, 0

@@ -1,10 +1,12 @@
 """Cuts the messages of a thread into chunks, finds their keywords, and puts other texts in the place of chunks.
 
-Invariant: the chunks of a text are disjoint and in order. `replaced` changes the characters of its chunks and nothing else.
-A text that is already a condensed block is in no chunk, so nothing is condensed twice (except as part of the history).
+Invariant: the chunks of a text are disjoint and in order. `replaced` changes the characters of its chunks and nothing
+else. A text that is already a condensed block is in no chunk, so nothing is condensed twice (except as part of the
+history).
 
-Keywords are found by YAKE: statistical, without a model and without a download (Campos et al., 2020). It separates words at white space.
-Chinese, Japanese and Thai have none, so BudouX splits their text into phrases first, and a keyword is one phrase.
+Keywords are found by YAKE: statistical, without a model and without a download (Campos et al., 2020). It separates
+words at white space. Chinese, Japanese and Thai have none, so BudouX splits their text into phrases first, and a
+keyword is one phrase.
 """
 
 from __future__ import annotations

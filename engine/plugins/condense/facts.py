@@ -1,4 +1,5 @@
-"""The actions of condensing, and their limit: what the tables of the core have. It imports neither the section nor the actions."""
+"""The actions of condensing, and their limit: what the tables of the core have. It imports neither the section nor the
+actions."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ _ACTION = "condense"
 
 
 def _seconds(spec: EpisodeSpec, state: StateSpec) -> float:
-    """One summary at a time, in the worst case: as many as the limits allow is not known, so the episode's time bounds them."""
+    """One summary at a time, in the worst case: as many as the limits allow is not known, so the episode's time bounds
+    them."""
     from engine.plugins.condense.spec import CondenseSpec
 
     return inf if CondenseSpec.or_default(spec).condenser.kind in ("summary", "own") else 0.0

@@ -29,7 +29,8 @@ class CondenseRecord(RecordBase, frozen=True, kw_only=True):
 
     kind: Literal["condense"] = "condense"
     thread: list[int | Message] | None = None
-    """What the model is shown from now on: numbers of messages, and messages that stand for others; None: nothing was shorter."""
+    """What the model is shown from now on: numbers of messages, and messages that stand for others; None: nothing was
+    shorter."""
     blocks: list[Block] = msgspec.field(default_factory=list)
     """The new blocks."""
     before: int = 0

@@ -36,7 +36,8 @@ class CondenseRoom(Room):
             self._more = follows + condenser.tokens + _request_tokens(condenser.prompt, template)
 
     def reserve(self, free: int) -> int:
-        """Tokens that must be free: for a reply; if the policy summarises, also for what follows the reply, and for the summary."""
+        """Tokens that must be free: for a reply; if the policy summarises, also for what follows the reply, and for the
+        summary."""
         fixed = self._condense.reserve_tokens
         return free + self._more if fixed is None else fixed
 
@@ -64,7 +65,8 @@ def _request_tokens(words: str, template: ChatTemplate) -> int:
 
 
 def older_images(spec: CondenseSpec | None, thread: Sequence[Message], opening: int) -> list[tuple[int, int]]:
-    """The images that go when the window slides, oldest first: (number of the message in the thread, number of the part).
+    """The images that go when the window slides, oldest first: (number of the message in the thread, number of the
+    part).
 
     `opening` messages precede the model's first reply.
     """
@@ -84,7 +86,8 @@ def older_images(spec: CondenseSpec | None, thread: Sequence[Message], opening: 
 def slid(
     keep: WindowSpec, thread: Sequence[Message], older: Sequence[tuple[int, int]], bank: ImageBank
 ) -> list[Message]:
-    """The thread without its older images; the other messages are the same objects. Raises: ImageError: the bank lacks one."""
+    """The thread without its older images; the other messages are the same objects. Raises: ImageError: the bank lacks
+    one."""
     messages = list(thread)
     for place, number in reversed(older):
         content: list[Any] = list(messages[place].content)

@@ -18,7 +18,8 @@ def _states_of(ctx: CheckContext, action: str) -> list[str]:
 
 @rule("condense.no-effect", "warning", "a setting of condensing has no effect")
 def no_effect(ctx: CheckContext) -> Iterator[Finding]:
-    """`condense` without a state that condenses; `on_overflow: condense` without a limit on the prompt; a target above that limit."""
+    """`condense` without a state that condenses; `on_overflow: condense` without a limit on the prompt; a target above
+    that limit."""
     spec = ctx.spec
     overflows = spec.limits.value_of("on_overflow") == "condense"
     written = CondenseSpec.section_of(spec)
@@ -75,7 +76,10 @@ def window(ctx: CheckContext) -> Iterator[Finding]:
         return
     needed = (int(turns) - (not condense.opening) - keep.newest) // keep.further
     if needed > most and _handles_overflow(ctx):
-        message = f"with an image in each of {turns:.0f} turns the window slides {needed} times, `limits.condensations` is {most}"
+        message = (
+            f"with an image in each of {turns:.0f} turns the window slides {needed} times, `limits.condensations` is "
+            f"{most}"
+        )
         fix = f"set `limits.condensations: {needed}`, or a larger `step`"
         yield Finding(message, ("condense", "keep"), fix, key=True)
 

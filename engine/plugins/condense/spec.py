@@ -15,7 +15,10 @@ from engine.schemas.model import ModelSpec
 from engine.schemas.role import RoleMessage, RoleSpec
 from engine.schemas.sections import SpecSection
 
-SUMMARY_PROMPT = "Summarise the text between the lines. Keep names, numbers and facts. Use at most {{tokens}} tokens.\n---\n{{text}}\n---"
+SUMMARY_PROMPT = (
+    "Summarise the text between the lines. Keep names, numbers and facts. Use at most {{tokens}} "
+    "tokens.\n---\n{{text}}\n---"
+)
 BY_TEXT = ("chunks", "condenser", "keep_last", "target_tokens", "expand")
 """Keys that say how texts are condensed."""
 
@@ -28,7 +31,8 @@ class ByMessage(Contract):
 
 
 class ByTokens(Contract):
-    """Each text is cut into chunks of at most `size` tokens, at the end of a paragraph, a line, a sentence or a word."""
+    """Each text is cut into chunks of at most `size` tokens, at the end of a paragraph, a line, a sentence or a
+    word."""
 
     by: Literal["tokens"]
     """Each text is cut into chunks of at most `size` tokens."""
@@ -55,7 +59,8 @@ class ByPassage(Contract):
 
 
 class ByHistory(Contract):
-    """All messages between the prompt and the newest `keep_last` are one chunk: one message of role `user` stands for them."""
+    """All messages between the prompt and the newest `keep_last` are one chunk: one message of role `user` stands for
+    them."""
 
     by: Literal["history"]
     """All messages between the prompt and the newest ones are one chunk."""
@@ -94,7 +99,8 @@ class SummarySpec(Contract):
     tokens: int = Field(default=128, ge=4)
     """Maximum number of tokens of a summary."""
     prompt: list[RoleMessage] = Field(default_factory=list)
-    """The messages that the model gets: `{{text}}` is the chunk, `{{tokens}}` the budget, `{{task.…}}` a field of the task.
+    """The messages that the model gets: `{{text}}` is the chunk, `{{tokens}}` the budget, `{{task.…}}` a field of the
+    task.
     Default: one message that asks for a summary with names, numbers and facts."""
     model: ModelSpec | None = None
     """The model; the policy's own if left out."""
@@ -134,7 +140,8 @@ class PolicySummarySpec(Contract):
     tokens: int = Field(default=128, ge=4)
     """Tokens that must be free for the summary, so that it is asked for in time."""
     prompt: str = Field(
-        default="Your context is nearly full. Summarise the conversation so far: what was asked, what you found, and what "
+        default="Your context is nearly full. Summarise the conversation so far: what was asked, what you found, and "
+        "what "
         "remains to be done. The messages before this one will be replaced by your summary.",
         min_length=1,
     )
@@ -169,15 +176,15 @@ class WindowSpec(Contract):
     images: str = Field(pattern=r"^last [1-9]\d*$")
     """`last N`: how many of the newest images stay."""
     step: int | None = Field(default=None, ge=1)
-    """K: how many further images are shown before the window slides, all K at once. So a prompt shows at most N + K - 1 of them, and T
-    images make (T - N) / K + 1 rows of training, rounded down. Default: N."""
+    """K: how many further images are shown before the window slides, all K at once. So a prompt shows at most N + K - 1
+    of them, and T images make (T - N) / K + 1 rows of training, rounded down. Default: N."""
     older: Literal["text", "thumbnail", "nothing"] = "text"
     """What stands for an older image: a text, the image in fewer pixels, or nothing. The rest of its message stays."""
     text: str = Field(default="[image left out]", min_length=1)
     """The text that stands for an older image."""
     pixels: int = Field(default=128 * 128, ge=1)
-    """Most pixels of a thumbnail, width times height. With `older: thumbnail`, an image that has no more stays as it is, and `images`
-    does not count it."""
+    """Most pixels of a thumbnail, width times height. With `older: thumbnail`, an image that has no more stays as it
+    is, and `images` does not count it."""
 
     @property
     def newest(self) -> int:
@@ -206,15 +213,18 @@ class CondenseSpec(SpecSection):
     keep_last: int = Field(default=2, ge=0)
     """How many of the newest messages are never condensed."""
     target_tokens: int | None = Field(default=None, ge=1)
-    """Chunks are condensed, oldest first, until the prompt has at most that many tokens. Default: half of the limit on the prompt."""
+    """Chunks are condensed, oldest first, until the prompt has at most that many tokens. Default: half of the limit on
+    the prompt."""
     reserve_tokens: int | None = Field(default=None, ge=0)
-    """With `limits.on_overflow: condense`: the prompt must leave that many tokens free, else the conversation is condensed first.
+    """With `limits.on_overflow: condense`: the prompt must leave that many tokens free, else the conversation is
+    condensed first.
     Default: `limits.turn_tokens`, at most a quarter of the limit on the prompt. With `condenser: policy` also
     `limits.tool_result_tokens`, the summary and the message that asks for it, so that the summary always has room."""
     expand: bool = False
     """Whether the model gets the tool `expand`, which returns the original text of a block."""
     keep: WindowSpec | None = None
-    """Condense images and no texts: how many images stay, and what stands for older ones. Messages are those of `roles` and `opening`."""
+    """Condense images and no texts: how many images stay, and what stands for older ones. Messages are those of `roles`
+    and `opening`."""
 
     @field_validator("chunks", "condenser", mode="before")
     @classmethod
@@ -248,7 +258,7 @@ class CondenseLimits(SpecSection):
     """Before a prompt that is too long."""
 
     on_overflow: Literal["end", "condense"] = "end"
-    """What happens before a prompt that leaves no room for a reply: the event `limit`, or the event `overflow`, which leads to
-    the action `condense` and back."""
+    """What happens before a prompt that leaves no room for a reply: the event `limit`, or the event `overflow`, which
+    leads to the action `condense` and back."""
     condensations: int | None = Field(default=8, ge=1)
     """Maximum number of condensations."""

@@ -1,5 +1,5 @@
-"""What condensing means for other parts of a spec: the tool `expand`, a condenser of the spec's own, the summarising model, and the
-states that `limits.on_overflow: condense` adds."""
+"""What condensing means for other parts of a spec: the tool `expand`, a condenser of the spec's own, the summarising
+model, and the states that `limits.on_overflow: condense` adds."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ def _trainer_uses(spec: EpisodeSpec, condense: CondenseSpec | None) -> tuple[Tra
 def with_condensing(spec: EpisodeSpec, machine: ResolvedMachine) -> ResolvedMachine:
     """Add, for each state that generates and does not handle `overflow`, the states that condense and lead back to it.
 
-    Only with `limits.on_overflow: condense`. They take over its transitions for `limit` and `failed`. A state of the same name in the spec is used as it is, with its own
-    transitions first.
+    Only with `limits.on_overflow: condense`. They take over its transitions for `limit` and `failed`. A state of the
+    same name in the spec is used as it is, with its own transitions first.
     """
     if spec.limits.value_of("on_overflow") != "condense":
         return machine

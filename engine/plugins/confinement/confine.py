@@ -1,15 +1,15 @@
 """Limits, uids and capabilities of one worker process; applied in the child after the fork.
 
 The limits and their mechanisms:
-- memory: `RLIMIT_DATA` (private memory of the process), or `RLIMIT_AS` where the kernel does not enforce the first. `plan`
-  tests it before the first worker starts, so a limit that has no effect is refused.
+- memory: `RLIMIT_DATA` (private memory of the process), or `RLIMIT_AS` where the kernel does not enforce the first.
+  `plan` tests it before the first worker starts, so a limit that has no effect is refused.
 - processes: `RLIMIT_NPROC`. The kernel counts all processes and threads of a uid and exempts root, so it limits one
   worker only if each worker has its own uid, which needs an engine that runs as root.
 - uid: where the engine runs as root, a free uid of the range that systemd reserves for this use (61184 to 65519).
-- files: such a uid may be unable to read the interpreter, installed packages or the spec's folder, where these lie below
-  a private folder such as /root. The worker then keeps one capability, CAP_DAC_READ_SEARCH: it can read what root can read,
-  like code in the engine's process, but cannot write root's files or signal its processes. If root itself does not have
-  that capability, the limit is refused with a list of the paths.
+- files: such a uid may be unable to read the interpreter, installed packages or the spec's folder, where these lie
+  below a private folder such as /root. The worker then keeps one capability, CAP_DAC_READ_SEARCH: it can read what root
+  can read, like code in the engine's process, but cannot write root's files or signal its processes. If root itself
+  does not have that capability, the limit is refused with a list of the paths.
 """
 
 from __future__ import annotations
@@ -138,7 +138,8 @@ def plan(memory: int, processes: int | None, user: str | None, folders: Sequence
     own_uid = root and user is None
     if processes is not None and not own_uid:
         raise Refused(
-            "isolation.processes cannot take effect: the kernel counts processes of a uid, and workers have their own uids only "
+            "isolation.processes cannot take effect: the kernel counts processes of a uid, and workers have their own "
+            "uids only "
             "where the engine runs as root and isolation.user is not set. Remove `processes`, or run the engine as root"
         )
     if user is not None and user != "engine" and not root:
@@ -178,8 +179,10 @@ def _readable(confinement: Confinement, folders: Sequence[str]) -> Confinement:
         return reading
     closed = [str(path) for path in wanted if not _binds(confinement, partial(_can_read, path))]
     raise Refused(
-        f"workers run as uid {confinement.uid} and cannot read {', '.join(closed[:4]) or 'the files of the engine'}: make it "
-        "readable (chmod o+rx on each folder of its path), or write `user: engine` under `isolation` to run workers as the "
+        f"workers run as uid {confinement.uid} and cannot read {', '.join(closed[:4]) or 'the files of the engine'}: "
+        "make it "
+        "readable (chmod o+rx on each folder of its path), or write `user: engine` under `isolation` to run workers as "
+        "the "
         "engine's own user"
     )
 

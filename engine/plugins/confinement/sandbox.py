@@ -4,15 +4,15 @@
       - {use: "engine.plugins.confinement.sandbox:Python", name: python, with: {seconds: 5, memory: 512MB}}
 
 A program gets: the system's programs and this interpreter's standard library, read-only; its own empty folder /work, in
-memory; no network; no other process; no variable of the engine's environment; no privileges, and no namespace in which it could
-gain some (`system_calls.py`). Each call starts a new sandbox.
+memory; no network; no other process; no variable of the engine's environment; no privileges, and no namespace in which
+it could gain some (`system_calls.py`). Each call starts a new sandbox.
 
-Limits, and what enforces them: `seconds` (the program is killed; also RLIMIT_CPU), `memory` of each process (RLIMIT_AS), `processes`
-(RLIMIT_NPROC in its own user namespace, or under its own uid), `disk` (the size of the folder; files are counted five times a second),
-`output` (the program is killed).
+Limits, and what enforces them: `seconds` (the program is killed; also RLIMIT_CPU), `memory` of each process
+(RLIMIT_AS), `processes` (RLIMIT_NPROC in its own user namespace, or under its own uid), `disk` (the size of the folder;
+files are counted five times a second), `output` (the program is killed).
 
-Invariant: a program never runs with less protection than this, unless `allow_unprotected` is set. The sandbox is tested on
-this machine once for each process, before the first program runs.
+Invariant: a program never runs with less protection than this, unless `allow_unprotected` is set. The sandbox is tested
+on this machine once for each process, before the first program runs.
 """
 
 from __future__ import annotations
@@ -64,8 +64,9 @@ if channel:
     _socket.socket(fileno=int(channel)).sendmsg([b"."], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, work)])
     os.closerange(3, 256)
 """
-"""Runs inside of the sandbox: changes from root to an unprivileged user, sets the limits (also of bubblewrap's process 1,
-which a program of the same user could take over), and sends the open folder /work out, so that its files can be counted."""
+"""Runs inside of the sandbox: changes from root to an unprivileged user, sets the limits (also of bubblewrap's process
+1, which a program of the same user could take over), and sends the open folder /work out, so that its files can be
+counted."""
 _BOOT = f"{ENTER}os.execv(command[0], command)\n"
 
 
@@ -125,7 +126,8 @@ def entering(
         uid: The user that it becomes; None: it stays who it is.
         channel: A socket on which it sends the open folder /work.
         code: What runs; it begins with `ENTER`.
-        pids: The processes that get the limits; 0 is itself. Left out: itself, and process 1 if that is of the same user.
+        pids: The processes that get the limits; 0 is itself. Left out: itself, and process 1 if that is of the same
+            user.
     """
     words = ",".join(f"{name}={value}" for name, value in limits.items())
     pids = pids or ("0,1" if uid is None else "0")
@@ -241,12 +243,12 @@ def system_of(
     Args:
         root: The engine runs as root.
         env: The variables of its programs.
-        writable: Folders and files that can be written, by their absolute path in the sandbox; nothing else can be. None lies in
-            another one: bubblewrap would follow links that a program made there.
+        writable: Folders and files that can be written, by their absolute path in the sandbox; nothing else can be.
+            None lies in another one: bubblewrap would follow links that a program made there.
         own: Options for new folders that can be written; the interpreter may lie in a folder of the same name.
 
-    Root needs no user namespace, and without one may become any user inside, also where only root may read the interpreter. Other
-    users get one in which they are themselves, and in which RLIMIT_NPROC counts from zero.
+    Root needs no user namespace, and without one may become any user inside, also where only root may read the
+    interpreter. Other users get one in which they are themselves, and in which RLIMIT_NPROC counts from zero.
     """
     command = ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts"]
     command += ["--unshare-cgroup-try", "--die-with-parent", "--new-session", "--clearenv", "--hostname", "sandbox"]
@@ -373,7 +375,10 @@ def _probe() -> str:
     except (OSError, Refused, subprocess.SubprocessError) as problem:
         return f"bubblewrap cannot be started: {problem}"
     if result.output.strip() != "works":
-        return f"bubblewrap does not work here (user namespaces may be forbidden): {result.output.strip()[:300] or result.status}"
+        return (
+            "bubblewrap does not work here (user namespaces may be forbidden): "
+            f"{result.output.strip()[:300] or result.status}"
+        )
     return ""
 
 
@@ -386,8 +391,8 @@ class _Sandbox:
         processes: Maximum number of processes and threads; together they may use `processes` times `memory`.
         disk: Maximum bytes in its folder.
         output: Maximum bytes of output.
-        allow_unprotected: Where bubblewrap is missing or not permitted, run programs without it: they can then read, change and
-            send everything that the engine's user can. The log warns.
+        allow_unprotected: Where bubblewrap is missing or not permitted, run programs without it: they can then read,
+            change and send everything that the engine's user can. The log warns.
     """
 
     _program: Sequence[str] = ()
@@ -413,7 +418,8 @@ class _Sandbox:
         problem = refusal()
         if problem and not allow_unprotected:
             raise RuntimeError(
-                f"no sandbox for the model's programs: {problem}. Or write `allow_unprotected: true` under `with`: programs "
+                f"no sandbox for the model's programs: {problem}. Or write `allow_unprotected: true` under `with`: "
+                "programs "
                 "then run without protection, as the engine's user"
             )
         self._protected = not problem

@@ -2,10 +2,10 @@
 
 Refused is what would go past the sandbox's limits: new namespaces (in a user namespace a program may mount a file
 system of any size), memory that belongs to no process and no folder (memfd, System V IPC), keys of the engine's user
-(keyrings have no namespace), and io_uring, bpf and userfaultfd, which programs do without and through which kernels were
-broken. `clone3` does not exist, so that C libraries use `clone`, whose flags the filter can read. The signal by which
-process 1, and all with it, dies with bubblewrap stays set: process 1 may be of the program's user, who can make it call
-what he wants. Programs of another architecture, for example of 32 bits, are killed.
+(keyrings have no namespace), and io_uring, bpf and userfaultfd, which programs do without and through which kernels
+were broken. `clone3` does not exist, so that C libraries use `clone`, whose flags the filter can read. The signal by
+which process 1, and all with it, dies with bubblewrap stays set: process 1 may be of the program's user, who can make
+it call what he wants. Programs of another architecture, for example of 32 bits, are killed.
 """
 
 from __future__ import annotations

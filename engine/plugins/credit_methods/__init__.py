@@ -8,7 +8,8 @@ from engine.plugin import Plugin
 
 PLUGIN = Plugin(
     name="credit_methods",
-    about="Credit methods of papers: MT-GRPO, SCoRe, progress of a score, RUDDER-like redistribution, discounting by turns",
+    about="Credit methods of papers: MT-GRPO, SCoRe, progress of a score, RUDDER-like redistribution, discounting by "
+    "turns",
     credits={
         "turn_discount": "engine.plugins.credit_methods.spec:TurnDiscountCredit",
         "mt_grpo": "engine.plugins.credit_methods.spec:MtGrpoCredit",

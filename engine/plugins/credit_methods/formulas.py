@@ -27,9 +27,10 @@ def mt_grpo(spec: MtGrpoCredit, group: Sequence[Member]) -> list[Values]:
         A_i,k = A^O_i                       for k = K_i
         A^O_i = (R^O_i - mean(R^O)) / std(R^O),    A^T_i,k = (R^T_i,k - mean(R^T_k)) / std(R^T_k)
 
-    R^O is the sum of the outcome's rewards: the rewards that the spec names, at any turn, or by default all rewards of the last
-    turn. R^T_i,k is the rest of what turn k holds. The paper has two turns, of which the first has its own reward. An episode
-    without a turn k counts with R^T_i,k = 0. The penalties of all tokens are subtracted from R^O, because R^T reaches no earlier turn.
+    R^O is the sum of the outcome's rewards: the rewards that the spec names, at any turn, or by default all rewards of
+    the last turn. R^T_i,k is the rest of what turn k holds. The paper has two turns, of which the first has its own
+    reward. An episode without a turn k counts with R^T_i,k = 0. The penalties of all tokens are subtracted from R^O,
+    because R^T reaches no earlier turn.
 
     The result holds one array, float64 [turns], for each episode of the group.
     """
@@ -67,13 +68,13 @@ def turn_discount(spec: TurnDiscountCredit, group: Sequence[Member]) -> list[Val
         max:       R_t = max over k >= t of gamma^(k - t) * r_k
         attempts:  R   = gamma^(T - 1) * (r_1 + … + r_T)    for every turn of an episode of T turns
 
-    `sum` is AReaL's `apply_reward_discount` (code of arXiv 2505.24298): with gamma 0.9, a final reward of 10 after three turns
-    is 8.1, 9, 10. `max` is the alternative that Kevin compares it with (arXiv 2507.11948, section 3.2): a turn is worth the
-    best later reward. `attempts` is AReaL's multi-turn workflow: an episode that is right at the t-th attempt has
-    r * gamma^(t - 1) for all its turns.
+    `sum` is AReaL's `apply_reward_discount` (code of arXiv 2505.24298): with gamma 0.9, a final reward of 10 after
+    three turns is 8.1, 9, 10. `max` is the alternative that Kevin compares it with (arXiv 2507.11948, section 3.2): a
+    turn is worth the best later reward. `attempts` is AReaL's multi-turn workflow: an episode that is right at the t-th
+    attempt has r * gamma^(t - 1) for all its turns.
 
-    Penalties of tokens are no attempts: `sum` and `max` subtract P_t = p_t + gamma * P_t+1, and `attempts` the sum of them. An
-    episode that has ended counts with 0 in the baseline of later turns.
+    Penalties of tokens are no attempts: `sum` and `max` subtract P_t = p_t + gamma * P_t+1, and `attempts` the sum of
+    them. An episode that has ended counts with 0 in the baseline of later turns.
 
     The result holds one array, float64 [turns], for each episode of the group.
     """
@@ -107,8 +108,8 @@ def score(spec: ScoreCredit, group: Sequence[Member]) -> list[Values]:
 
         r'_k = r_k + alpha * (r_k - r_k-1),    r'_1 = r_1
 
-    then the return from each turn on (`gamma`), compared with the group at the same turn as in `turn_return`. The paper has two
-    attempts, and the second gets the bonus alpha * (r(y_2) - r(y_1)). Every turn is an attempt.
+    then the return from each turn on (`gamma`), compared with the group at the same turn as in `turn_return`. The paper
+    has two attempts, and the second gets the bonus alpha * (r(y_2) - r(y_1)). Every turn is an attempt.
 
     The result holds one array, float64 [turns], for each episode of the group.
     """
@@ -124,14 +125,14 @@ def bonus(rewards: Values, alpha: float) -> Values:
 
 
 def progress(spec: ProgressCredit, group: Sequence[Member]) -> list[Values]:
-    """Differences of successive scores, spread backwards: potential-based shaping (Ng, Harada & Russell, ICML 1999, equation
-    2, with the score as potential) in which the turns since the previous score share the difference.
+    """Differences of successive scores, spread backwards: potential-based shaping (Ng, Harada & Russell, ICML 1999,
+    equation 2, with the score as potential) in which the turns since the previous score share the difference.
 
         for turns j < k with successive scores:    d = s_k - s_j,    s before the first score is 0
         r'_t = d * w_t / sum of w,    w_t = decay^(k - t)    for t = j + 1 … k
 
-    The sum of r' is the last score, exactly; turns after it have 0. Then the return from each turn on (`gamma`; with 0 each
-    turn has its own part only) is compared with the group at the same turn, as in `turn_return`.
+    The sum of r' is the last score, exactly; turns after it have 0. Then the return from each turn on (`gamma`; with 0
+    each turn has its own part only) is compared with the group at the same turn, as in `turn_return`.
 
     A turn has a score if the reward (any reward, if the spec names none) was written to it, even if it is 0.
 
@@ -175,9 +176,10 @@ def redistribute(spec: RedistributeCredit, group: Sequence[Member]) -> list[Valu
         r'_t = g_t - g_t-1
 
     The sum of r' is the episode's return. RUDDER predicts g with an LSTM; here g is a mean over equal states: those of
-    `state_key`, or by default (number of turns, sum of their rewards). An episode counts once in a state, however often it was
-    there. States do not contain the penalties of tokens, and these are not redistributed: those of a turn's own and of later
-    tokens are subtracted from its r'. The advantage of a turn is its r' relative to the group's at the same turn, so g before the first turn cancels.
+    `state_key`, or by default (number of turns, sum of their rewards). An episode counts once in a state, however often
+    it was there. States do not contain the penalties of tokens, and these are not redistributed: those of a turn's own
+    and of later tokens are subtracted from its r'. The advantage of a turn is its r' relative to the group's at the
+    same turn, so g before the first turn cancels.
 
     The result holds one array, float64 [turns], for each episode of the group.
 

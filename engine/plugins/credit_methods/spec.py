@@ -18,8 +18,8 @@ class TurnDiscountCredit(DiscountedCredit):
 
     method: Literal["turn_discount"] = "turn_discount"
     form: Literal["sum", "max", "attempts"] = "sum"
-    """`sum`: the turn's own reward plus the discounted rewards of later turns. `max`: the largest of them. `attempts`: one
-    number for all turns, the episode's reward times gamma for each turn after the first."""
+    """`sum`: the turn's own reward plus the discounted rewards of later turns. `max`: the largest of them. `attempts`:
+    one number for all turns, the episode's reward times gamma for each turn after the first."""
 
     @property
     def uses_turn_rewards(self) -> bool:
@@ -27,7 +27,8 @@ class TurnDiscountCredit(DiscountedCredit):
 
 
 class MtGrpoCredit(ComparedCredit):
-    """MT-GRPO: the outcome relative to the group's, plus each turn's own reward relative to the group's at that turn."""
+    """MT-GRPO: the outcome relative to the group's, plus each turn's own reward relative to the group's at that
+    turn."""
 
     formula: ClassVar[str] = "engine.plugins.credit_methods.formulas:mt_grpo"
     reward_keys: ClassVar[tuple[str, ...]] = ("outcome",)
@@ -48,7 +49,8 @@ class MtGrpoCredit(ComparedCredit):
 
 
 class ScoreCredit(DiscountedCredit):
-    """SCoRe: `turn_return` with a bonus for an attempt that is better than the previous one, and a penalty for a worse one."""
+    """SCoRe: `turn_return` with a bonus for an attempt that is better than the previous one, and a penalty for a worse
+    one."""
 
     formula: ClassVar[str] = "engine.plugins.credit_methods.formulas:score"
     turn_keys: ClassVar[tuple[str, ...]] = ("gamma", "alpha", "reward")
@@ -76,7 +78,8 @@ class ProgressCredit(DiscountedCredit):
     reward: str | None = None
     """Name of the reward that holds the score so far. Default: the sum of the turn's rewards."""
     decay: float = Field(default=1.0, ge=0.0, le=1.0)
-    """Factor per turn of distance from the scored turn: 1 spreads an increase equally, 0 gives all of it to the scored turn."""
+    """Factor per turn of distance from the scored turn: 1 spreads an increase equally, 0 gives all of it to the scored
+    turn."""
 
 
 class RedistributeCredit(ComparedCredit):

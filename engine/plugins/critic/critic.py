@@ -7,10 +7,10 @@ Three kinds (`train.critic.kind`), each a head on hidden states:
 
 Invariants:
 - A new critic's values are 0, so advantages are returns until it has learned.
-- The values and targets of a batch are computed once, before its first update. They follow from the rows and the weights, so a
-  step that a resumed training repeats has the same ones.
-- Weights of `probe` and `head` are whole in every process, and their gradients are summed over processes; a `network` is sharded
-  as the policy is.
+- The values and targets of a batch are computed once, before its first update. They follow from the rows and the
+  weights, so a step that a resumed training repeats has the same ones.
+- Weights of `probe` and `head` are whole in every process, and their gradients are summed over processes; a `network`
+  is sharded as the policy is.
 - The loss of an update is the mean over all of its trained values, however its rows are cut into micro-batches.
 """
 
@@ -103,7 +103,8 @@ class Critic(AuxiliaryObjective):
 
     optimizer: torch.optim.AdamW
     diverged = (
-        "the critic's loss or its gradient's norm is not finite: the update was not applied. Lower `train.critic.lr` or "
+        "the critic's loss or its gradient's norm is not finite: the update was not applied. Lower `train.critic.lr` "
+        "or "
         "`train.critic.update_epochs`, or look at critic/loss in metrics.jsonl"
     )
 
@@ -182,7 +183,8 @@ class Critic(AuxiliaryObjective):
         return credited, value_metrics(credited)
 
     def values_of(self, columns: Sequence[LossColumns], learner: Learner) -> list[Floats]:
-        """The values before the trained tokens of each row, and that of its last state if it was cut; float32 [values of the row]."""
+        """The values before the trained tokens of each row, and that of its last state if it was cut; float32
+        [values of the row]."""
         rows = [replace(of_row, row=with_last_state(of_row.row)) for of_row in columns]
         policy = learner.policy
         return learner.per_token(
@@ -296,8 +298,8 @@ def value_losses(values: Tensor, old: Tensor, returns: Tensor, clip: float | Non
 
         1/2 max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2)
 
-    The maximum is that of PPO's code (openai/baselines, ppo2; arXiv 2005.12729, section 3): a value that is already further than
-    `clip` from the old one, in the direction of its target, has no gradient.
+    The maximum is that of PPO's code (openai/baselines, ppo2; arXiv 2005.12729, section 3): a value that is already
+    further than `clip` from the old one, in the direction of its target, has no gradient.
 
     Args:
         values: V, [n], with its graph.
@@ -353,7 +355,8 @@ def objective_of(loaded: LoadedSpec, train: TrainSpec, template: ChatTemplate, p
     """The critic of `train.critic`; None if it is not set, or of another plugin's kind.
 
     Raises:
-        TrainError: kind `train_setup`: the credit method reads no values, or the critic's model does not fit the policy.
+        TrainError: kind `train_setup`: the credit method reads no values, or the critic's model does not fit the
+            policy.
         ModelError: the files of the critic's model cannot be found or loaded.
     """
     if not isinstance(train.critic, ValueCritic):
@@ -385,7 +388,8 @@ def _own_model(
     size, wanted = (net.model.get_input_embeddings().weight.shape[0] for net in (model, policy.net))
     if size != wanted:
         raise TrainError(
-            f"`train.critic.path` {path}: its vocabulary has {size} tokens and that of the policy {wanted}; use a model with "
+            f"`train.critic.path` {path}: its vocabulary has {size} tokens and that of the policy {wanted}; use a "
+            "model with "
             "the same tokenizer",
             kind="train_setup",
         )

@@ -1,4 +1,5 @@
-"""Generalized advantage estimation over tokens, over turns, and over both, from a critic's values of the states before them."""
+"""Generalized advantage estimation over tokens, over turns, and over both, from a critic's values of the states before
+them."""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ def gae(rewards: Values, values: Values, gamma: float, lam: float, after: float 
         values: The value before each step, float64 [steps].
         gamma: Discount per step.
         lam: Weight of longer estimates; with 1 the advantage is the discounted return minus the value.
-        after: The value after the last step: 0 if the episode ended there, and a critic's value if it was only cut there
-            (arXiv 1712.00378).
+        after: The value after the last step: 0 if the episode ended there, and a critic's value if it was only cut
+            there (arXiv 1712.00378).
     """
     advantages = np.zeros(len(rewards))
     coming, following = 0.0, after
@@ -35,10 +36,12 @@ def gae(rewards: Values, values: Values, gamma: float, lam: float, after: float 
 
 
 def token_gae(spec: GaeCredit, group: Sequence[Member]) -> list[list[Values]]:
-    """PPO (arXiv 1707.06347, equation 11) with one token as one action. For each episode, for each turn, float64 [sampled tokens].
+    """PPO (arXiv 1707.06347, equation 11) with one token as one action. For each episode, for each turn, float64
+    [sampled tokens].
 
-    The actions are the sampled tokens of all turns in order; what users and tools write between them is part of the next state. A
-    turn's reward is on its last token; penalties are subtracted where they are. The reward of a turn without sampled tokens is on the token before it.
+    The actions are the sampled tokens of all turns in order; what users and tools write between them is part of the
+    next state. A turn's reward is on its last token; penalties are subtracted where they are. The reward of a turn
+    without sampled tokens is on the token before it.
 
     Raises:
         LedgerError: there are no values, or not one for each sampled token.
@@ -67,13 +70,14 @@ def first_token_gae(spec: GaeCredit, group: Sequence[Member]) -> list[Values]:
 
 
 def turn_ppo(spec: TurnPpoCredit, group: Sequence[Member]) -> list[Values]:
-    """Turn-PPO (arXiv 2512.17008): PPO's GAE, where a state is the conversation before a turn and an action is a whole turn.
+    """Turn-PPO (arXiv 2512.17008): PPO's GAE, where a state is the conversation before a turn and an action is a whole
+    turn.
 
         delta_t = r_t + gamma * V_t+1 - V_t,    V after the last turn = `Member.after`
         A_t     = delta_t + gamma * lam * A_t+1,    every token of turn t
 
-    r_t is the reward of turn t less the penalties of its tokens. V_t is the critic's value before the first sampled token of turn t. The caller gives the ends of turns, because most turns
-    have no reward.
+    r_t is the reward of turn t less the penalties of its tokens. V_t is the critic's value before the first sampled
+    token of turn t. The caller gives the ends of turns, because most turns have no reward.
 
     The result holds one array, float64 [turns], for each episode of the group.
 
@@ -96,8 +100,8 @@ def bilevel_gae(spec: BilevelGaeCredit, group: Sequence[Member]) -> list[Values]
         A_t     = delta_t + gamma * lam * A_t+1
 
     V_t is the critic's value at the last sampled token of turn t. The penalties from there up to the
-    last token of turn t+1 belong to this step: r_t has the penalty of turn t's last token subtracted, and gamma times those of the
-    other tokens of turn t+1. The caller gives the ends of turns, because a turn without a
+    last token of turn t+1 belong to this step: r_t has the penalty of turn t's last token subtracted, and gamma times
+    those of the other tokens of turn t+1. The caller gives the ends of turns, because a turn without a
     reward is a turn as well.
 
     The result holds one array, float64 [turns], for each episode of the group.

@@ -19,7 +19,10 @@ def critic(ctx: CheckContext) -> Iterator[Finding]:
         return
     if credit.needs_values and train.critic is None:
         message = f"`{credit.method}` needs a critic's values, and `train.critic` is not set"
-        fix = "add `train.critic: {kind: probe}`, or use a method that compares episodes: `turn_return`, `gigpo`, `mt_grpo`"
+        fix = (
+            "add `train.critic: {kind: probe}`, or use a method that compares episodes: `turn_return`, `gigpo`, "
+            "`mt_grpo`"
+        )
         yield Finding(message, ("rewards", "credit", "method"), fix)
     if train.critic is not None and not credit.needs_values:
         message = f"the credit method `{credit.method}` reads no values, so a critic would be trained for nothing"
@@ -41,7 +44,10 @@ def critic_option(ctx: CheckContext) -> Iterator[Finding]:
         )
         yield Finding(message, (*path, "clip"), "set `train.critic.update_epochs` or `train.minibatches`, or remove it")
     if train.epochs is None and ctx.written(*path, "warmup_steps") and train.critic.warmup_steps >= train.steps:
-        message = f"the critic alone is trained for {train.critic.warmup_steps} steps, and there are {train.steps}: the policy never"
+        message = (
+            f"the critic alone is trained for {train.critic.warmup_steps} steps, and there are {train.steps}: the "
+            "policy never"
+        )
         yield Finding(f"{message} is", (*path, "warmup_steps"), "set it below `train.steps`")
     if ctx.written(*path, "bootstrap"):
         never = {limit.name for limit in LIMITS if not limit.may_stop(ctx.spec)}

@@ -38,13 +38,15 @@ class Images(StrEnum):
 CONTENT = Annotated[
     Content | None,
     typer.Option(
-        help="With --format trl or verl, what a row is. trl: turns (the default), conversations, preferences, prompts. verl: prompts."
+        help="With --format trl or verl, what a row is. trl: turns (the default), conversations, preferences, prompts. "
+        "verl: prompts."
     ),
 ]
 IMAGES = Annotated[
     Images | None,
     typer.Option(
-        help="With --format trl or verl: images as the bytes of their files (the default), or as paths of files beside the data set."
+        help="With --format trl or verl: images as the bytes of their files (the default), or as paths of files beside "
+        "the data set."
     ),
 ]
 GROUND_TRUTH = Annotated[
@@ -55,7 +57,8 @@ PUSH = Annotated[
     str | None,
     typer.Option(
         metavar="ID",
-        help="Push the rows to a data set of the Hugging Face hub, `owner/name`, with the token in HF_TOKEN; a new one is private.",
+        help="Push the rows to a data set of the Hugging Face hub, `owner/name`, with the token in HF_TOKEN; a new one "
+        "is private.",
     ),
 ]
 PUBLIC = Annotated[bool | None, typer.Option("--public", help="With --push: a new data set is public.")]
@@ -65,7 +68,8 @@ TURNS = Annotated[
     str | None,
     typer.Option(
         metavar="CEL",
-        help="With --format sft or trl: train only turns for which this holds, also over `turn`, such as 'turn.event != \"malformed\"'.",
+        help="With --format sft or trl: train only turns for which this holds, also over `turn`, such as 'turn.event "
+        '!= "malformed"\'.',
     ),
 ]
 
@@ -158,7 +162,8 @@ def export_dataset(form: str, run: str, runs: Path, out: Path | None, options: M
 
 
 def export_sft(run: str, runs: Path, out: Path | None, options: Mapping[str, Any]) -> None:
-    """Write rows for supervised fine-tuning: one per branch, with ids, masks by turn and the messages that the model was shown."""
+    """Write rows for supervised fine-tuning: one per branch, with ids, masks by turn and the messages that the model
+    was shown."""
     from engine.cli.console import make_console
     from engine.cli.run_report import dropped_words
     from engine.plugins.datasets.sft_rows import sft_rows

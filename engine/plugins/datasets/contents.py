@@ -50,7 +50,8 @@ class ShownTurn:
     images: list[str]
     """Digests of the images of the prompt, in order."""
     whole: bool
-    """Whether the reply ended by itself and all of it is in `reply`: no call was malformed, and it was not cut short."""
+    """Whether the reply ended by itself and all of it is in `reply`: no call was malformed, and it was not cut
+    short."""
 
 
 class RunTexts:
@@ -184,7 +185,8 @@ class ExportedRun:
             yield list(group)
 
     def chosen_turns(self, trajectory: Trajectory) -> Iterator[tuple[Turn, ShownTurn]]:
-        """The chosen turns of an episode that a template writes whole, each with its prompt and reply; the others are counted."""
+        """The chosen turns of an episode that a template writes whole, each with its prompt and reply; the others are
+        counted."""
         for turn in trajectory.turns:
             if turn.unreceived:
                 self.selection.left_out[_UNRECEIVED] += 1
@@ -290,7 +292,10 @@ def conversations_table(source: ExportedRun) -> Table:
                     continue
                 shown = [source.texts.turn(trajectory, turn) for turn in turns]
                 if not all(turn.whole for turn in shown):
-                    what = "conversations in which a turn was cut short or has a malformed call: a template writes it whole"
+                    what = (
+                        "conversations in which a turn was cut short or has a malformed call: a template writes it "
+                        "whole"
+                    )
                     source.selection.left_out[what] += 1
                     continue
                 messages = [*shown[-1].prompt, shown[-1].reply]

@@ -1,7 +1,7 @@
 """Pushes a data set to the Hugging Face hub: `engine export --push owner/name`.
 
-Invariant: the hub has the whole file with its card in one commit, or what it had before. A data set that this push created and could
-not fill is deleted again.
+Invariant: the hub has the whole file with its card in one commit, or what it had before. A data set that this push
+created and could not fill is deleted again.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ def push_file(path: Path, name: str, *, rows: int, public: bool, run_id: str, co
         content: What a row is.
 
     Raises:
-        StoreError: the hub refuses or cannot be reached, or the data set is public and `public` is not set. Nothing was changed.
+        StoreError: the hub refuses or cannot be reached, or the data set is public and `public` is not set. Nothing was
+            changed.
     """
     from huggingface_hub import CommitOperationAdd, HfApi
 

@@ -4,10 +4,12 @@
     write_jsonl((row.columns() for row in sft_rows(store, chosen)), Path("sft.jsonl"))
     chosen.summary()
 
-`docs/rows.md` has the columns. A row is one branch: the ids that the model was shown and sampled, and the same conversation as messages.
+`docs/rows.md` has the columns. A row is one branch: the ids that the model was shown and sampled, and the same
+conversation as messages.
 
 Invariants:
-- `messages` are those that the model was shown in this branch: after a condensation the shorter thread, not the whole conversation.
+- `messages` are those that the model was shown in this branch: after a condensation the shorter thread, not the whole
+  conversation.
 - A sampled token has loss mask 1 in at most one row; in none if its turn is not chosen or its row is a copy of another.
 - Two rows never have equal ids with equal masks (or equal messages, where a backend gives no ids).
 """
@@ -46,11 +48,15 @@ SFT_MEANINGS: dict[str, str] = {
     "assistant_masks": "As `loss_mask`, under the name that TRL reads.",
     "turn_ids": "The assistant turn, from 0, on sampled tokens; -1 elsewhere.",
     "images": "Images of the branch, as in training rows; only in a run with images.",
-    "messages": "The conversation that the model was shown in this branch, up to its newest reply, in OpenAI's form: `role`, `content`, "
-    "`reasoning_content`, `tool_calls` (arguments as JSON texts), `tool_call_id`, `name`. A condensed part is the block that stood for it.",
-    "tools": "The tools that the episode was shown, as the JSON text of a list of OpenAI's function schemas; only in rows of episodes with tools. "
+    "messages": "The conversation that the model was shown in this branch, up to its newest reply, in OpenAI's form: "
+    "`role`, `content`, "
+    "`reasoning_content`, `tool_calls` (arguments as JSON texts), `tool_call_id`, `name`. A condensed part is the "
+    "block that stood for it.",
+    "tools": "The tools that the episode was shown, as the JSON text of a list of OpenAI's function schemas; only in "
+    "rows of episodes with tools. "
     "TRL reads it where it renders `messages`.",
-    "message_turns": "For each message: the assistant turn, from 0, if its tokens are trained in this row; -1 for all others.",
+    "message_turns": "For each message: the assistant turn, from 0, if its tokens are trained in this row; -1 for all "
+    "others.",
     "outcome": "How the episode ended, as in training rows.",
     "metadata": "The origin of the row: spec, model, engine_version, created, score.",
 }

@@ -1,7 +1,7 @@
 """Parquet files that `datasets` reads with types of its own: JSON values as they were, images as images.
 
-Invariant: a JSON value that is read back equals the one that was written, without keys that other rows have. A plain struct
-column would give every message the keys of all.
+Invariant: a JSON value that is read back equals the one that was written, without keys that other rows have. A plain
+struct column would give every message the keys of all.
 """
 
 from __future__ import annotations

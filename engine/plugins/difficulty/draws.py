@@ -1,11 +1,12 @@
 """The difficulty filter: tasks that the policy always or never solves are drawn less often (`train.difficulty`).
 
-The solve rate of a task is that of its newest `window` episodes, over all epochs. Results count when their step is made. Whether a draw is
-skipped depends on these results, the draw's number and `train.seed` alone.
+The solve rate of a task is that of its newest `window` episodes, over all epochs. Results count when their step is
+made. Whether a draw is skipped depends on these results, the draw's number and `train.seed` alone.
 
 Invariants:
 - A resumed training has the results of the batch log, and so skips the same draws after the same steps.
-- A draw is made after at most as many skipped ones as there are tasks, and at most `MAX_SKIPPED`: there is always a next task.
+- A draw is made after at most as many skipped ones as there are tasks, and at most `MAX_SKIPPED`: there is always a
+  next task.
 """
 
 from __future__ import annotations

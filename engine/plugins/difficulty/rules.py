@@ -35,4 +35,7 @@ def _why(ctx: CheckContext, section: DifficultySpec) -> str | None:
     episodes = (math.ceil(draws / tasks) - 1) * ctx.spec.rollout.samples_per_task
     if episodes >= section.window:
         return None
-    return f"{draws} draws of {tasks} tasks leave at most {episodes} episodes of a task before its last draw (`window` is {section.window})"
+    return (
+        f"{draws} draws of {tasks} tasks leave at most {episodes} episodes of a task before its last draw (`window` is "
+        f"{section.window})"
+    )

@@ -19,7 +19,8 @@ class DifficultySpec(SpecSection):
     NULLABLE: ClassVar[bool] = True
 
     window: int = Field(default=8, ge=1)
-    """Newest episodes of a task from which its solve rate is computed. A task with fewer episodes is drawn as others are."""
+    """Newest episodes of a task from which its solve rate is computed. A task with fewer episodes is drawn as others
+    are."""
     low: float = Field(default=0.0, ge=0.0, lt=1.0)
     """Tasks with at most this solve rate are too hard."""
     high: float = Field(default=1.0, gt=0.0, le=1.0)
@@ -27,7 +28,8 @@ class DifficultySpec(SpecSection):
     keep: float = Field(default=0.1, ge=0.0, lt=1.0)
     """Part of the draws of such a task that are made all the same, so that its rate is measured again. 0: none."""
     solved_at: float | None = None
-    """An episode is solved if its reward is at least this. Default: if the environment, a tool or the user reported it as solved."""
+    """An episode is solved if its reward is at least this. Default: if the environment, a tool or the user reported it
+    as solved."""
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:

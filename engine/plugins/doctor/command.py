@@ -1,4 +1,5 @@
-"""`engine doctor`: whether this machine can run a spec, and what to install or change. `engine models`: the catalogue, and which models are in the cache."""
+"""`engine doctor`: whether this machine can run a spec, and what to install or change. `engine models`: the catalogue,
+and which models are in the cache."""
 
 from __future__ import annotations
 

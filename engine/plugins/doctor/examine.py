@@ -139,7 +139,8 @@ def torch_build(examined: Examined) -> Iterator[CheckResult]:
         yield CheckResult(
             "warning",
             "cuDNN",
-            f"torch 2.9 with cuDNN {machine.cudnn[0]}.{machine.cudnn[1]}: conv3d, with which vision models embed images, is many times slower",
+            f"torch 2.9 with cuDNN {machine.cudnn[0]}.{machine.cudnn[1]}: conv3d, with which vision models embed "
+            "images, is many times slower",
             "pip install 'nvidia-cudnn-cu12>=9.16'",
         )
 
@@ -169,7 +170,8 @@ def gpus(examined: Examined) -> Iterator[CheckResult]:
             yield CheckResult(
                 "error",
                 "GPU",
-                f"the weights take {examined.model_bytes / GIB:.0f} GiB, and {launch.tp} GPU of a server have {smallest * launch.tp / GIB:.0f}",
+                f"the weights take {examined.model_bytes / GIB:.0f} GiB, and {launch.tp} GPU of a server have "
+                f"{smallest * launch.tp / GIB:.0f}",
                 "raise `backend.launch.tp`",
             )
 
@@ -328,7 +330,8 @@ def disk(examined: Examined) -> Iterator[CheckResult]:
                 "error",
                 "disk",
                 f"{text}; {train.checkpoints.keep + 2} checkpoints take about {needed / GIB:.0f}",
-                "use a larger disk (`--out`), keep fewer (`train.checkpoints.keep`), or train an adapter (`train.lora`)",
+                "use a larger disk (`--out`), keep fewer (`train.checkpoints.keep`), or train an adapter "
+                "(`train.lora`)",
             )
             return
     if free < 2 * GIB:

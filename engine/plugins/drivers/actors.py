@@ -1,7 +1,8 @@
 """The Ray actors of a run: one coordinator, and the drivers.
 
-Rows and journals never go through the coordinator: it knows only ids of groups and counts. Both may be killed at any time. Ray starts
-them again; the coordinator reads its leases from its file, and a driver asks for its leases and reads its journals.
+Rows and journals never go through the coordinator: it knows only ids of groups and counts. Both may be killed at any
+time. Ray starts them again; the coordinator reads its leases from its file, and a driver asks for its leases and reads
+its journals.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ PAUSE = 0.1
 
 
 class Coordinator:
-    """Leases groups to drivers, and collects their reports. An actor with one event loop, so that its methods never run at one time.
+    """Leases groups to drivers, and collects their reports. An actor with one event loop, so that its methods never run
+    at one time.
 
     Args:
         folder: The run's folder.
@@ -51,7 +53,8 @@ class Coordinator:
         """
         if machine != self._machine and not self._shared:
             raise StoreError(
-                f"driver {slot} runs on {machine}, and the run's folder is on {self._machine}: set `rollout.shards` to a folder or a URL "
+                f"driver {slot} runs on {machine}, and the run's folder is on {self._machine}: set `rollout.shards` to "
+                "a folder or a URL "
                 "that all hosts reach, so that the rows of this driver can be read"
             )
         return self._leases.join(slot, machine, existing)
@@ -99,7 +102,8 @@ async def ask(actor: Any, silence: float, method: str, *arguments: Any, **named:
         named: Those with names.
 
     Raises:
-        EngineError: what the method raised, or there was no answer.
+        StoreError: there was no answer.
+        EngineError: what the method raised.
     """
     import ray.exceptions as lost
 

@@ -1,12 +1,13 @@
-"""The catalogue of a sharded run: one SQLite file in the cache folder that lists the episodes of all of its stores and parts.
+"""The catalogue of a sharded run: one SQLite file in the cache folder that lists the episodes of all of its stores and
+parts.
 
-It has the tables of a run store, of which `tasks` and `episodes` are filled. An episode's content stays where it was written: its
-number says where, `store * STORE + number there`.
+It has the tables of a run store, of which `tasks` and `episodes` are filled. An episode's content stays where it was
+written: its number says where, `store * STORE + number there`.
 
 Invariants:
 - Stores and parts are only read. The catalogue can be removed at any time; it is then made again.
-- Each episode is listed once. One that is done comes before one that is not, then the greater attempt, then a part before a driver's own
-  store, then the smaller name. So the list does not depend on the order in which parts arrive.
+- Each episode is listed once. One that is done comes before one that is not, then the greater attempt, then a part
+  before a driver's own store, then the smaller name. So the list does not depend on the order in which parts arrive.
 - A part is merged in one commit, once: it never changes. A driver's own store is merged again whenever it has changed.
 """
 
@@ -44,7 +45,8 @@ _RANK = "(CASE status WHEN 'done' THEN 2 WHEN 'running' THEN 1 ELSE 0 END) * 109
 _NAMES = [name.strip() for name in SUMMARY.split(",")]
 _SETS = ", ".join(f"{name} = excluded.{name}" for name in (*_NAMES, "status", "rank", "source") if name != "id")
 _MERGE = (
-    f"INSERT INTO main.episodes ({SUMMARY}, status, rank, source) SELECT {SUMMARY}, status, rank, source FROM temp.incoming WHERE TRUE "
+    f"INSERT INTO main.episodes ({SUMMARY}, status, rank, source) SELECT {SUMMARY}, status, rank, source FROM "
+    "temp.incoming WHERE TRUE "
     f"ON CONFLICT (id) DO UPDATE SET {_SETS} WHERE excluded.source = episodes.source OR excluded.rank > episodes.rank "
     "OR (excluded.rank = episodes.rank AND excluded.source < episodes.source)"
 )
@@ -52,7 +54,8 @@ _LESS = (
     "SELECT 1 FROM main.episodes e WHERE e.source = ? AND NOT EXISTS "
     "(SELECT 1 FROM temp.incoming i WHERE i.id = e.id AND i.rank >= e.rank) LIMIT 1"
 )
-"""Whether a store has no longer, or not as far, an episode that is listed as its own: then another store's may be the one to list."""
+"""Whether a store has no longer, or not as far, an episode that is listed as its own: then another store's may be the
+one to list."""
 _AT_ONCE = 64
 """Parts whose summaries are in memory at a time."""
 
@@ -86,7 +89,8 @@ class Catalogue:
                     self._create()
         except (OSError, sqlite3.Error) as error:
             raise StoreError(
-                f"cannot write the list of a sharded run in {folder}: {error}; set EPISODE_ENGINE_CACHE to a folder that you can write"
+                f"cannot write the list of a sharded run in {folder}: {error}; set EPISODE_ENGINE_CACHE to a folder "
+                "that you can write"
             ) from error
 
     def _usable(self) -> bool:
@@ -128,7 +132,8 @@ class Catalogue:
         for name, (is_part, mark) in marks.items():
             if is_part and mark and name not in there:
                 raise StoreError(
-                    f"shard {name} is missing in {self._place.name}: it was there when the run was last read. Copy it back, "
+                    f"shard {name} is missing in {self._place.name}: it was there when the run was last read. Copy it "
+                    "back, "
                     f"or remove {self.path.parent} to read the run without it"
                 )
         new = [part for part in parts if not marks.get(part.name, (True, None))[1]]
@@ -184,14 +189,16 @@ class Catalogue:
         connection.execute("UPDATE sources SET signature = 'merged' WHERE source = ?", (number,))
 
     def _merge_store(self, connection: sqlite3.Connection, name: str, folder: Path) -> bool:
-        """Merge a store that may still be written; True if it has given up an episode, so that everything is merged again."""
+        """Merge a store that may still be written; True if it has given up an episode, so that everything is merged
+        again."""
         path = folder / database.FILE
         signature = _signature(folder)  # before it is read: what changes meanwhile is seen the next time
         with closing(database.connect_reader(path)) as other, reading(path):
             run = other.execute("SELECT run_id, name FROM run").fetchone()
         if run[0] != self._header.run_id:
             raise StoreError(
-                f"{path} is a store of run {run[0]} (spec `{run[1]}`), in the folder of run {self._header.run_id}; move it elsewhere"
+                f"{path} is a store of run {run[0]} (spec `{run[1]}`), in the folder of run {self._header.run_id}; "
+                "move it elsewhere"
             )
         connection.execute("ATTACH ? AS own", (f"file:{quote(str(path.absolute()))}?mode=ro",))
         try:

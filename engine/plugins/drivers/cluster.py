@@ -1,8 +1,8 @@
 """The Ray cluster of a run: the one that RAY_ADDRESS names, or one on this machine for this run alone.
 
-Who reaches a port of a cluster may run code as its user. So a cluster that is started here listens on the loopback interface only, and refuses
-clients without a token, which is made for this process and is in no file. Other users of this machine reach the ports and do not
-have the token.
+Who reaches a port of a cluster may run code as its user. So a cluster that is started here listens on the loopback
+interface only, and refuses clients without a token, which is made for this process and is in no file. Other users of
+this machine reach the ports and do not have the token.
 """
 
 from __future__ import annotations
@@ -76,11 +76,13 @@ def _connected(address: str | None, drivers: int) -> Any:
         import ray
     except ImportError:
         raise ClusterError(
-            "`rollout.drivers` needs Ray: pip install 'episode-engine[ray]', or run one driver (--set rollout.drivers=1)"
+            "`rollout.drivers` needs Ray: pip install 'episode-engine[ray]', or run one driver (--set "
+            "rollout.drivers=1)"
         ) from None
     if tuple(int(part) for part in ray.__version__.split(".")[:2]) < OLDEST:
         raise ClusterError(
-            f"Ray {ray.__version__} runs the code of every client that reaches its ports; pip install 'episode-engine[ray]' "
+            f"Ray {ray.__version__} runs the code of every client that reaches its ports; pip install "
+            "'episode-engine[ray]' "
             f"(Ray {OLDEST[0]}.{OLDEST[1]} or newer), or run one driver (--set rollout.drivers=1)"
         )
     common: dict[str, Any] = {"logging_level": "error", "log_to_driver": False}
@@ -154,7 +156,8 @@ def _check_private(ray: Any) -> None:
     if address.startswith("127.0.0.1:") and mode == ray._raylet.AuthenticationMode.TOKEN:
         return
     raise ClusterError(
-        f"Ray {ray.__version__} started a cluster at {address} with authentication {mode}: others could run code on it. Start the "
+        f"Ray {ray.__version__} started a cluster at {address} with authentication {mode}: others could run code on "
+        "it. Start the "
         f"command in a process that has not imported ray, or name a cluster with {ADDRESS}"
     )
 

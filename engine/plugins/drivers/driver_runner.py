@@ -1,10 +1,13 @@
-"""The episodes of a training or a service on several drivers: its process gives each group to one of them, and gets its trajectories.
+"""The episodes of a training or a service on several drivers: its process gives each group to one of them, and gets its
+trajectories.
 
 Invariants:
-- That process alone decides when a group starts (`engine.runner.groups`, `engine.plugins.serve.groups`), so its limits hold over all drivers.
-- The trainer alone sends weights to the servers. Each episode is given out with the version that they have, and a driver refuses replies of
-  a server that has older weights.
-- All episodes of a group run on one driver. A driver that died begins again from its journals, and what it was given is given to it again.
+- That process alone decides when a group starts (`engine.runner.groups`, `engine.plugins.serve.groups`), so its limits
+  hold over all drivers.
+- The trainer alone sends weights to the servers. Each episode is given out with the version that they have, and a
+  driver refuses replies of a server that has older weights.
+- All episodes of a group run on one driver. A driver that died begins again from its journals, and what it was given is
+  given to it again.
 - A trajectory goes from its driver to that process, through no other one.
 """
 
@@ -87,7 +90,8 @@ class EpisodeDriver:
 
         if machine != machine_id():
             raise StoreError(
-                f"driver {slot} of this training or service must run on its machine, {machine}, and runs on {machine_id()}"
+                f"driver {slot} of this training or service must run on its machine, {machine}, and runs on "
+                f"{machine_id()}"
             )
         prepare_process(setup)
         configure_logging(json=True)
@@ -128,7 +132,8 @@ class EpisodeDriver:
             weights: As in `run`.
 
         Returns:
-            Its trajectory, None if the engine itself failed, and the reasons; pickled, so that the reader has arrays of its own.
+            Its trajectory, None if the engine itself failed, and the reasons; pickled, so that the reader has arrays of
+            its own.
 
         Raises:
             EngineError: it stops the training or the service.

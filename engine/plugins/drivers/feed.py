@@ -2,7 +2,8 @@
 
 Invariants:
 - The driver asks for groups only for the places that it has, and a few ahead, so that no place waits for an answer.
-- A group is reported as done after all its episodes are stored, and after `publish` has copied them where other hosts read them.
+- A group is reported as done after all its episodes are stored, and after `publish` has copied them where other hosts
+  read them.
 - A report that got no answer is sent again under the same number.
 """
 
@@ -30,7 +31,8 @@ PUBLISH_GROUPS = 256
 """Number of groups that are published at once, at most."""
 
 Call = Callable[[int, int, Sequence[int], Sequence[int]], Awaitable[Answer]]
-"""Called with the call's number, the number of groups that there is room for, and the groups that are done and faulty."""
+"""Called with the call's number, the number of groups that there is room for, and the groups that are done and
+faulty."""
 
 
 class Feed:
@@ -89,7 +91,8 @@ class Feed:
         self._more.set()
 
     async def next(self) -> tuple[Task, int, int] | None:
-        """Return the next episode: its task, its index in the group, and the number of its first attempt; None: no more."""
+        """Return the next episode: its task, its index in the group, and the number of its first attempt; None: no
+        more."""
         while not self._buffer:
             if self._closed:
                 return None
@@ -130,7 +133,8 @@ class Feed:
         return max(0, -(-(self._room + self._ahead - self._running - len(self._buffer)) // self._samples))
 
     async def serve(self) -> None:
-        """Call the coordinator whenever there is room or something to report, until no group is left or the leases were taken.
+        """Call the coordinator whenever there is room or something to report, until no group is left or the leases were
+        taken.
 
         Raises:
             StoreError: rows cannot be published.

@@ -5,13 +5,14 @@
     answer = leases.call(0, number=1, wanted=8, done=[], faulty=[])
     leases.expire(before=time.monotonic() - 60)
 
-A group is named by its position in the run's list of tasks. A driver asks for as many groups as it has room for; it gets no
-other ones, so that number is the back-pressure.
+A group is named by its position in the run's list of tasks. A driver asks for as many groups as it has room for; it
+gets no other ones, so that number is the back-pressure.
 
 Invariants:
 - A group that is leased has one holder. A group that is taken from a driver is leased again under a greater epoch.
-- A lease, and the answer that names it, are written in one commit. A driver that got no answer repeats the call under the same number and
-  gets the same answer, also from a coordinator that was killed in between. So no lease is lost on the way.
+- A lease, and the answer that names it, are written in one commit. A driver that got no answer repeats the call under
+  the same number and gets the same answer, also from a coordinator that was killed in between. So no lease is lost on
+  the way.
 - Only ids are stored here: the cost does not depend on the length of episodes.
 """
 
@@ -35,7 +36,8 @@ from engine.store.private import private_file
 FILE = "leases.db"
 """The file's name in a run's folder."""
 EPOCH_ATTEMPTS = 1000
-"""The attempts of a group's episodes begin at its epoch times this number, so that later leases have greater attempts."""
+"""The attempts of a group's episodes begin at its epoch times this number, so that later leases have greater
+attempts."""
 
 _TABLES = """
 CREATE TABLE IF NOT EXISTS groups (
@@ -53,7 +55,8 @@ Lease = tuple[int, int]
 class Answer(Struct, frozen=True, kw_only=True):
     """The answer to a driver's call.
 
-    `run`: the leases, if any, are to be run; `over`: no group is left that is not done; `rejoin`: the driver's leases were taken from it.
+    `run`: the leases, if any, are to be run; `over`: no group is left that is not done; `rejoin`: the driver's leases
+    were taken from it.
     """
 
     word: Literal["run", "over", "rejoin"]
@@ -129,8 +132,8 @@ class Leases:
             existing: Names of the stores on that disk.
 
         Returns:
-            The name of its store, and the leases that it still holds. A driver whose store is on a disk that it no longer
-            reaches gets a new name and no leases: its groups begin again elsewhere.
+            The name of its store, and the leases that it still holds. A driver whose store is on a disk that it no
+            longer reaches gets a new name and no leases: its groups begin again elsewhere.
         """
         with self._commit() as db:
             stores = db.execute(
@@ -180,7 +183,8 @@ class Leases:
                 "UPDATE groups SET state = 'faulty' WHERE position = ?", [(position,) for position in faulty]
             )
             db.executemany(
-                "INSERT INTO groups VALUES (?, ?, ?, 'leased') ON CONFLICT (position) DO UPDATE SET slot = excluded.slot, "
+                "INSERT INTO groups VALUES (?, ?, ?, 'leased') ON CONFLICT (position) DO UPDATE SET slot = "
+                "excluded.slot, "
                 "state = 'leased'",
                 [(position, slot, epoch) for position, epoch in leases],
             )
@@ -198,7 +202,8 @@ class Leases:
         return Answer(word=self._word(), leases=tuple(leases))
 
     def expire(self, before: float) -> list[int]:
-        """Take the leases of drivers that have not called since `before`, on the scale of the clock. Returns their numbers."""
+        """Take the leases of drivers that have not called since `before`, on the scale of the clock. Returns their
+        numbers."""
         silent = [slot for slot, seen in self._seen.items() if seen < before and slot not in self._lost]
         for slot in silent:
             if self._held.get(slot):
@@ -241,7 +246,8 @@ class Leases:
         return "run" if self._left or any(self._held.values()) else "over"
 
     def _choose(self, wanted: int) -> list[int]:
-        """The next groups: those that were taken from a driver first. Near the end a driver gets only a part of what it has room for."""
+        """The next groups: those that were taken from a driver first. Near the end a driver gets only a part of what it
+        has room for."""
         if wanted <= 0 or not self._left:
             return []
         drivers = max(1, len(self._seen) - len(self._lost))
@@ -280,7 +286,8 @@ class Leases:
 
 
 def _name(slot: int, generation: int) -> str:
-    """The name of a driver's store: `3`, and `3b`, `3c`, … after its disk was lost; digits and lower-case letters only."""
+    """The name of a driver's store: `3`, and `3b`, `3c`, … after its disk was lost; digits and lower-case letters
+    only."""
     if not generation:
         return str(slot)
     letters = string.ascii_lowercase

@@ -1,8 +1,9 @@
-"""A folder of files that are written once: a local folder, or a URL of an object store through fsspec (`s3://bucket/runs`).
+"""A folder of files that are written once: a local folder, or a URL of an object store through fsspec
+(`s3://bucket/runs`).
 
-Invariant: a file appears under its name when it is complete. Locally it is written under another name and renamed. An object
-store shows an object when its upload is complete; what an interrupted upload leaves is not listed. On other remote file systems the
-file is uploaded under another name and moved.
+Invariant: a file appears under its name when it is complete. Locally it is written under another name and renamed. An
+object store shows an object when its upload is complete; what an interrupted upload leaves is not listed. On other
+remote file systems the file is uploaded under another name and moved.
 """
 
 from __future__ import annotations

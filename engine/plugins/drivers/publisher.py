@@ -35,12 +35,14 @@ _COPIED = ("journal", "trajectories", "branches", "postings")
 
 
 class Publisher:
-    """Publishes the finished groups of one driver's store. One thread at a time; the driver may write its store meanwhile.
+    """Publishes the finished groups of one driver's store. One thread at a time; the driver may write its store
+    meanwhile.
 
     Args:
         store: The folder of the driver's store.
         place: From `create_shards` or `shards_of`.
-        driver: Its name: small letters and digits. A driver that begins with an empty store takes a name that no other has had.
+        driver: Its name: small letters and digits. A driver that begins with an empty store takes a name that no other
+            has had.
 
     Raises:
         StoreError: the store or the place cannot be read.
@@ -62,7 +64,10 @@ class Publisher:
         blocked: set[str] = set()
         with self._store.snapshot() as connection:
             dropped = "AND number NOT IN (SELECT episode FROM dropped)" if has_table(connection) else ""
-            query = f"SELECT task_id, id, attempt, status FROM episodes WHERE TRUE {dropped} ORDER BY task_index, sample_index"
+            query = (
+                f"SELECT task_id, id, attempt, status FROM episodes WHERE TRUE {dropped} ORDER BY task_index, "
+                "sample_index"
+            )
             for task, episode, attempt, status in connection.execute(query):
                 if status != "done":
                     blocked.add(task)
@@ -144,12 +149,14 @@ def _copy(store: RunReader, folder: Path, tasks: Sequence[str], without: set[tup
                 episodes += group
                 connection.execute("INSERT INTO main.tasks SELECT * FROM driver.tasks WHERE id = ?", (task,))
                 connection.execute(
-                    f"INSERT INTO main.episodes SELECT * FROM driver.episodes WHERE task_id = ? AND status = 'done' {dropped}",
+                    "INSERT INTO main.episodes SELECT * FROM driver.episodes WHERE task_id = ? AND status = 'done' "
+                    f"{dropped}",
                     (task,),
                 )
         for table in _COPIED:
             connection.execute(
-                f"INSERT INTO main.{table} SELECT c.* FROM main.episodes e CROSS JOIN driver.{table} c ON c.episode = e.number"
+                f"INSERT INTO main.{table} SELECT c.* FROM main.episodes e CROSS JOIN driver.{table} c ON c.episode = "
+                "e.number"
             )
         row = connection.execute("SELECT * FROM driver.run").fetchone()
         connection.execute("INSERT INTO main.run VALUES (?, ?, ?, ?, ?, 'done', ?)", (*row[:5], row[6]))
@@ -190,7 +197,8 @@ def _write_summaries(store: RunReader, file: Path, part: Part) -> None:
     schema = pa.schema([(name, types.get(name, pa.string())) for name in (*names, "task_fields")])
     with store.snapshot() as connection:
         rows = connection.execute(
-            f"SELECT {SUMMARY}, (SELECT fields FROM tasks t WHERE t.id = task_id) FROM episodes ORDER BY task_index, sample_index, number"
+            f"SELECT {SUMMARY}, (SELECT fields FROM tasks t WHERE t.id = task_id) FROM episodes ORDER BY task_index, "
+            "sample_index, number"
         ).fetchall()
     columns = []
     for field, values in zip(schema, zip(*rows, strict=True), strict=True):

@@ -68,7 +68,8 @@ def problems(spec: EpisodeSpec) -> Iterator[tuple[str, DataPath, str]]:
 
 
 def training_problems(spec: EpisodeSpec) -> Iterator[tuple[str, DataPath, str]]:
-    """What prevents a training with several drivers, in addition to `problems`: a message, its place, and what to do."""
+    """What prevents a training with several drivers, in addition to `problems`: a message, its place, and what to
+    do."""
     train = spec.train
     section = DriversSpec.of(spec)
     if section.drivers == 1 or train is None:
@@ -79,7 +80,8 @@ def training_problems(spec: EpisodeSpec) -> Iterator[tuple[str, DataPath, str]]:
         return
     if train.weight_sync.method == "adapter":
         yield (
-            "`adapter` is not supported with several drivers: the trainer does not know which adapters their requests use",
+            "`adapter` is not supported with several drivers: the trainer does not know which adapters their requests "
+            "use",
             ("train", "weight_sync", "method"),
             f"use `tensors`, `disk` or `collective`, {one}",
         )

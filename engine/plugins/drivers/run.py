@@ -164,7 +164,8 @@ async def run_drivers(
 def _result_of(
     folder: Path, loaded: LoadedSpec, tasks: TaskList, ended: Sequence[Done], *, stopped: bool
 ) -> ManyResult:
-    """The result of the run from those of its drivers; `stopped`: a signal ended it. Raises: StoreError: episodes are gone."""
+    """The result of the run from those of its drivers; `stopped`: a signal ended it. Raises: StoreError: episodes are
+    gone."""
     summary = summary_of(folder, loaded, tasks, ended)
     faults = [fault for done in ended for fault in done.faults]
     reason = next((done.stopped for done in ended if done.stopped is not None), None)
@@ -172,7 +173,8 @@ def _result_of(
     interrupted = stopped and summary.episodes < total
     if not interrupted and reason is None and not faults and summary.episodes < total:
         raise StoreError(
-            f"{folder}: {summary.episodes} of {total} episodes can be read; was a driver's store removed, or is it on another host? "
+            f"{folder}: {summary.episodes} of {total} episodes can be read; was a driver's store removed, or is it on "
+            "another host? "
             "Resume the run to do the others again"
         )
     result = RunResult(summary, interrupted, faults, reason)
@@ -208,9 +210,11 @@ def prepare_leases(folder: Path, tasks: TaskList, drivers: int, samples: int) ->
 
 
 def summary_of(folder: Path, loaded: LoadedSpec, tasks: TaskList, ended: Sequence[Done]) -> RunSummary:
-    """Add up the drivers' summaries; where these are not exactly the episodes that readers list, these episodes are read instead.
+    """Add up the drivers' summaries; where these are not exactly the episodes that readers list, these episodes are
+    read instead.
 
-    They differ if an episode was finished in two stores, or in that of a host that is lost, from which its shards are left.
+    They differ if an episode was finished in two stores, or in that of a host that is lost, from which its shards are
+    left.
     """
     from engine.plugins.drivers.sharded import ShardedRun
 
@@ -305,7 +309,8 @@ class _Crew:
                 self._fleet.died(slot, error)
 
     async def _present(self, slot: int) -> bool:
-        """Wait until a driver has a process, which it may never get on a cluster that lost a node; False: no group is left for it."""
+        """Wait until a driver has a process, which it may never get on a cluster that lost a node; False: no group is
+        left for it."""
         import ray.exceptions as lost
 
         over = asyncio.create_task(self._over.wait(), name="drivers-over")
@@ -330,7 +335,8 @@ class _Crew:
             over.cancel()
 
     async def _watch(self, works: Sequence[asyncio.Task[Done | None]]) -> None:
-        """Keep the state up to date; stop all drivers after a signal, an error of one of them, or a reason that stops the run."""
+        """Keep the state up to date; stop all drivers after a signal, an error of one of them, or a reason that stops
+        the run."""
         asked: float | None = None
         loop = asyncio.get_running_loop()
         while True:

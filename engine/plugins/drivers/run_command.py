@@ -45,7 +45,8 @@ class DriversPanel(Panel):
 
 
 def drivers_table(fleet: Fleet) -> Table:
-    """One line for each driver: host, episodes in its store, running ones, turns and tokens per second, CPU time, deaths."""
+    """One line for each driver: host, episodes in its store, running ones, turns and tokens per second, CPU time,
+    deaths."""
     table = Table(
         "driver",
         "host",
@@ -108,7 +109,8 @@ async def drive_many(
 
     def ready() -> None:
         console.print(
-            f"{loaded.spec.name}: {len(fitting)} tasks × {rollout.samples_per_task} samples on {loaded.spec.backend.kind}, "
+            f"{loaded.spec.name}: {len(fitting)} tasks × {rollout.samples_per_task} samples on "
+            f"{loaded.spec.backend.kind}, "
             f"{DriversSpec.of(loaded.spec).drivers} drivers asked to begin after {time.perf_counter() - began:.1f} s",
         )
         fleet.counters.began = time.perf_counter()

@@ -117,12 +117,14 @@ def machine_id() -> str:
 
 
 def share_of(limit: int, drivers: int, slot: int) -> int:
-    """The part of a number that one of several drivers gets, at least 1; the parts of all drivers differ by at most 1."""
+    """The part of a number that one of several drivers gets, at least 1; the parts of all drivers differ by at most
+    1."""
     return max(1, limit // drivers + (slot < limit % drivers))
 
 
 def of_driver(loaded: LoadedSpec, drivers: int, slot: int) -> LoadedSpec:
-    """The spec of one driver: limits of the whole run (`rollout.concurrency`, `rollout.live_episodes`, `DIVIDED`) in equal parts."""
+    """The spec of one driver: limits of the whole run (`rollout.concurrency`, `rollout.live_episodes`, `DIVIDED`) in
+    equal parts."""
     rollout = loaded.spec.rollout
     live = rollout.live_episodes or 2 * rollout.concurrency
     spec: EpisodeSpec = _divided(loaded.spec, lambda limit: share_of(limit, drivers, slot))

@@ -1,7 +1,8 @@
 """Reads a sharded run as one: the stores of its drivers that are in the run's folder, and its shards.
 
-`RunStore.open(folder, readonly=True)` opens one. Lists come from the catalogue; the content of an episode is read where it was written. The
-store of a part in an object store is copied into the cache folder when the content of one of its episodes is read.
+`RunStore.open(folder, readonly=True)` opens one. Lists come from the catalogue; the content of an episode is read where
+it was written. The store of a part in an object store is copied into the cache folder when the content of one of its
+episodes is read.
 """
 
 from __future__ import annotations
@@ -121,7 +122,8 @@ class ShardedRun(RunReader):
     def _remember(self, source: int, reader: RunReader) -> RunReader:
         if not reader.path.is_file():
             raise StoreError(
-                f"shard {self._sources[source][0]} is not complete: {reader.path} does not exist. Copy it from where it was written"
+                f"shard {self._sources[source][0]} is not complete: {reader.path} does not exist. Copy it from where "
+                "it was written"
             )
         self._readers[source] = reader
         return reader
@@ -192,7 +194,8 @@ class ShardedRun(RunReader):
         return {episode: states.get(source, {}).get(episode, "") for episode, source in running.items()}
 
     def begun(self) -> dict[str, tuple[str, int]]:
-        """Return the episodes that were begun and not finished: the name of the driver's store (as `finished_by_store`) and the attempt of each."""
+        """Return the episodes that were begun and not finished: the name of the driver's store (as `finished_by_store`)
+        and the attempt of each."""
         return {
             row.id: (self._sources[row.number // STORE][0].removeprefix(f"{DRIVERS}/"), row.attempt)
             for row in self.episodes()
@@ -200,7 +203,8 @@ class ShardedRun(RunReader):
         }
 
     def finished_by_store(self) -> Counter[str]:
-        """Return the number of finished episodes by the name of the driver's store in which they were run; "" is the run's own store."""
+        """Return the number of finished episodes by the name of the driver's store in which they were run; "" is the
+        run's own store."""
         with self.snapshot() as connection:
             rows = connection.execute("SELECT source, count(*) FROM episodes WHERE status = 'done' GROUP BY source")
             counts: Counter[str] = Counter()
@@ -349,7 +353,8 @@ def stand_in(place: str) -> Path:
 
 
 def note_status(run: Path, status: RunStatus | None = None) -> None:
-    """Write the status of a sharded run beside its shards, for readers that have no more than these. Of other runs: nothing.
+    """Write the status of a sharded run beside its shards, for readers that have no more than these. Of other runs:
+    nothing.
 
     A place that cannot be written is logged: the results do not depend on it.
 

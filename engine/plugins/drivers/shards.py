@@ -4,14 +4,17 @@
     publisher = Publisher(run_folder / "drivers" / "0", place, "0")       # one per driver
     publisher.publish(publisher.ready())                              # `engine.plugins.drivers.publisher`
 
-A part has three files. `part-<driver>-<n>.db` is a run store with the journals, trajectories and images of the part's episodes,
-`part-<driver>-<n>.parquet` has their training rows, and `episodes-<driver>-<n>.parquet` a summary of each. `run.json` is the run's header, and
+A part has three files. `part-<driver>-<n>.db` is a run store with the journals, trajectories and images of the part's
+episodes, `part-<driver>-<n>.parquet` has their training rows, and `episodes-<driver>-<n>.parquet` a summary of each.
+`run.json`
+is the run's header, and
 `status.json` its status when `engine run` last began or ended.
 
 Invariants:
 - A part exists when its file `episodes-…` exists: it is written last. No file of a part changes after that.
 - The parts of a driver are numbered from 0 without gaps, and one process at a time writes under a driver's name.
-- What a crash leaves unpublished or unnoted is published again. Readers count (episode, attempt) once (`engine.plugins.drivers.catalogue`).
+- What a crash leaves unpublished or unnoted is published again. Readers count (episode, attempt) once
+  (`engine.plugins.drivers.catalogue`).
 """
 
 from __future__ import annotations
@@ -53,7 +56,8 @@ _PART = re.compile(r"^part-([a-z0-9]+)-\d{6,}$")
 META = b"episode-engine"
 """Key of what a summary says of its part, in the metadata of its Parquet file."""
 SUMMARY = (
-    'number, id, task_id, task_index, sample_index, seed, attempt, state, event, "limit", failure, blame, solved, trainable, '
+    'number, id, task_id, task_index, sample_index, seed, attempt, state, event, "limit", failure, blame, solved, '
+    "trainable, "
     "reward, turns, tokens, started, ended"
 )
 """Columns of a summary, as in the table `episodes` of a store; then follows `task_fields`."""
@@ -211,7 +215,8 @@ def list_parts(place: Place) -> list[Part]:
             break
         if last:
             raise StoreError(
-                f"shard {missing.name} is missing in {place.name}: there is no {missing.mark}, and later parts of driver {missing.driver} "
+                f"shard {missing.name} is missing in {place.name}: there is no {missing.mark}, and later parts of "
+                f"driver {missing.driver} "
                 "are there. Copy it from where the shards were written"
             )
     return parts
@@ -246,7 +251,8 @@ def read_summaries(place: Place, part: Part, data: bytes, run_id: str) -> Summar
     _check_version(version, where)
     if run != run_id:
         raise StoreError(
-            f"{where} is a shard of run {run} (spec `{spec}`), and the other shards in this folder are of run {run_id}; "
+            f"{where} is a shard of run {run} (spec `{spec}`), and the other shards in this folder are of run "
+            f"{run_id}; "
             "move the files of one of the runs to a folder of their own"
         )
     return Summaries(table=table, images=images)

@@ -16,10 +16,12 @@ class DriversSpec(SpecSection):
     """Several processes that run the episodes, on Ray."""
 
     drivers: int = Field(default=1, ge=1)
-    """Processes that drive the episodes of `engine run`, `engine eval`, `engine train` and `engine serve SPEC`, on Ray; other commands refuse more than 1. 1: this
-    process alone, without Ray. `concurrency` and `live_episodes` are those of all drivers together."""
+    """Processes that drive the episodes of `engine run`, `engine eval`, `engine train` and `engine serve SPEC`, on Ray;
+    other commands refuse more than 1. 1: this process alone, without Ray. `concurrency` and `live_episodes` are those
+    of all drivers together."""
     shards: str | None = None
-    """With several drivers: a folder or URL (`s3://bucket/runs`) to which finished groups are copied. Needed if drivers run on several hosts."""
+    """With several drivers: a folder or URL (`s3://bucket/runs`) to which finished groups are copied. Needed if drivers
+    run on several hosts."""
 
     @classmethod
     def of(cls, spec: EpisodeSpec) -> DriversSpec:

@@ -47,11 +47,11 @@ def evaluate(
 ) -> None:
     """Run a spec to measure its policy: success by turn, pass@k, rewards by name, each with a 95 % interval.
 
-    The run is stored like any other run; none of its rows is trainable. A value is the mean over tasks of each task's mean over
-    its episodes, as in `engine compare`; intervals are over tasks. Episodes
+    The run is stored like any other run; none of its rows is trainable. A value is the mean over tasks of each task's
+    mean over its episodes, as in `engine compare`; intervals are over tasks. Episodes
     with a failure that is not the policy's are excluded and counted. For a training, the best checkpoint is used;
-    a LoRA adapter is merged into a copy of the spec's model. The exit status is as for `engine run`; a run that failed as
-    a whole has no estimates.
+    a LoRA adapter is merged into a copy of the spec's model. The exit status is as for `engine run`; a run that failed
+    as a whole has no estimates.
     """
     import asyncio
 
@@ -61,7 +61,8 @@ def evaluate(
 
     if ":/" in str(spec) or any((spec / name).exists() for name in ("run.db", "run.json", "train.json")):
         echo(
-            f"{spec} is a stored run, and `engine eval` runs a spec: give SPEC. `engine show RUN` has the totals of a stored run, and "
+            f"{spec} is a stored run, and `engine eval` runs a spec: give SPEC. `engine show RUN` has the totals of a "
+            "stored run, and "
             "`engine compare RUN RUN` its measures with intervals",
             err=True,
         )

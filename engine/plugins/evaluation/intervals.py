@@ -1,6 +1,7 @@
 """Confidence intervals for means over few tasks.
 
-Tasks are the independent units: episodes of one task share its difficulty, so only the number of tasks makes an interval narrow.
+Tasks are the independent units: episodes of one task share its difficulty, so only the number of tasks makes an
+interval narrow.
 `bench/intervals.py` measures how often these intervals contain the true value; docs/credit.md has the figures.
 
     values                          interval
@@ -23,7 +24,8 @@ Floats = npt.NDArray[np.float64]
 
 CONFIDENCE = 0.95
 FEW_TASKS = 10
-"""Below this number of tasks a warning is shown: an interval is wide, and relies on task means that are about normal."""
+"""Below this number of tasks a warning is shown: an interval is wide, and relies on task means that are about
+normal."""
 _NONE = (math.nan, math.nan)
 
 
@@ -51,9 +53,10 @@ def mean_interval(means: Floats, confidence: float = CONFIDENCE) -> tuple[float,
 def proportion_interval(means: Floats, episodes: int, confidence: float = CONFIDENCE) -> tuple[float, float]:
     """Interval of the mean over tasks of a value that is 0 or 1 in each episode.
 
-    Clopper and Pearson's interval with the number of independent episodes that would have the observed variance, reduced by the
-    degrees of freedom (Korn & Graubard 1998, "Confidence intervals for proportions with small expected number of positive counts
-    estimated from survey data"). If all tasks have the same mean, that variance says nothing, and each task counts as one episode.
+    Clopper and Pearson's interval with the number of independent episodes that would have the observed variance,
+    reduced by the degrees of freedom (Korn & Graubard 1998, "Confidence intervals for proportions with small expected
+    number of positive counts estimated from survey data"). If all tasks have the same mean, that variance says nothing,
+    and each task counts as one episode.
 
     Args:
         means: The share of ones of each task, [tasks].
@@ -82,9 +85,9 @@ def proportion_interval(means: Floats, episodes: int, confidence: float = CONFID
 def share_difference_interval(differences: Floats, confidence: float = CONFIDENCE) -> tuple[float, float]:
     """Interval of the mean over tasks of the difference of two shares, paired by task.
 
-    Student's t over the differences and two more, one of each sign, as large as the largest that was seen (1 if all are 0). With
-    one episode per task and the normal quantile this is the interval of Bonett & Price 2012 ("Adjusted Wald confidence interval
-    for a difference of binomial proportions based on paired data").
+    Student's t over the differences and two more, one of each sign, as large as the largest that was seen (1 if all are
+    0). With one episode per task and the normal quantile this is the interval of Bonett & Price 2012 ("Adjusted Wald
+    confidence interval for a difference of binomial proportions based on paired data").
 
     Args:
         differences: One per task, within [-1, 1], [tasks].

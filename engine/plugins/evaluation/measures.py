@@ -2,9 +2,10 @@
 
 Pure functions of finished episodes. Episodes whose failure was not caused by the policy are left out and counted.
 
-Invariant: a value is the mean over tasks of each task's mean over its episodes (`task_means`), in `evaluate` and in `differences`, so
-both give the same value for the same run. A mean over all episodes would weight a task by the number of its episodes that
-are not left out, and could not be paired with another run. Intervals are over tasks: see `intervals.py`.
+Invariant: a value is the mean over tasks of each task's mean over its episodes (`task_means`), in `evaluate` and in
+`differences`, so both give the same value for the same run. A mean over all episodes would weight a task by the number
+of its episodes that are not left out, and could not be paired with another run. Intervals are over tasks: see
+`intervals.py`.
 """
 
 from __future__ import annotations
@@ -242,7 +243,8 @@ def differences(
 ) -> list[MeasureDifference]:
     """Compare the second run with the first, paired by task, so that a task's difficulty cancels out of the difference.
 
-    The measures and their values are those of `evaluate` over these tasks; pass@k up to the fewest episodes that a task has in either run.
+    The measures and their values are those of `evaluate` over these tasks; pass@k up to the fewest episodes that a task
+    has in either run.
 
     Args:
         first: The samples of one run, by task.

@@ -103,7 +103,10 @@ def eval_on_training_tasks(ctx: CheckContext) -> Iterator[Finding]:
         own = [_source(one) for one in ctx.spec.tasks.sources]
         if section.tasks is not None and not any(_source(one) in own for one in section.tasks.sources):
             continue
-        message = "the policy is evaluated on the tasks that it is trained on: the figures also rise when it only learns these by heart"
+        message = (
+            "the policy is evaluated on the tasks that it is trained on: the figures also rise when it only learns "
+            "these by heart"
+        )
         path: DataPath = (*at, "tasks") if section.tasks is not None else at
         yield Finding(message, path, "give other tasks under `tasks`: another file or split, or other arguments")
 

@@ -21,9 +21,9 @@ def trained_model(given: Path, base: Callable[[], Path]) -> Path:
     """The folder of the full model that `given` names.
 
     Args:
-        given: A model's folder; a checkpoint (its `model` or `adapter` is used); a LoRA adapter in peft's format, which is
-            merged into a copy of the base model; or a training's folder, whose best checkpoint is used, or its newest
-            if none was evaluated.
+        given: A model's folder; a checkpoint (its `model` or `adapter` is used); a LoRA adapter in peft's format, which
+            is merged into a copy of the base model; or a training's folder, whose best checkpoint is used, or its
+            newest if none was evaluated.
         base: Returns the folder of the base model. Called only for an adapter.
 
     Raises:
@@ -139,7 +139,8 @@ def _check_adapter_fits(wrapped: object, adapter: Path) -> None:
         strange = [name for name in tensors.keys() if name not in own]  # noqa: SIM118  not a mapping
     if strange:
         raise TrainError(
-            f"the adapter {adapter} belongs to another model: {len(strange)} of its tensors are not in the spec's model, "
+            f"the adapter {adapter} belongs to another model: {len(strange)} of its tensors are not in the spec's "
+            "model, "
             f"for example {strange[0]!r}",
             kind="checkpoint",
         )

@@ -1,4 +1,5 @@
-"""Evaluations during a training: each is a run of its own under `evals/`, continued where an earlier launch was stopped."""
+"""Evaluations during a training: each is a run of its own under `evals/`, continued where an earlier launch was
+stopped."""
 
 from __future__ import annotations
 
@@ -87,7 +88,8 @@ class RunEvaluator(Evaluator):
         return True
 
     async def evaluate(self, step: int) -> dict[str, float]:
-        """Return `eval/<measure>` for each measure that has a value; with `sets`, `eval/<set>/<measure>` of each set that is due."""
+        """Return `eval/<measure>` for each measure that has a value; with `sets`, `eval/<set>/<measure>` of each set
+        that is due."""
         metrics: dict[str, float] = {}
         for name in self._due(step):
             metrics |= await self._evaluate(step, name)

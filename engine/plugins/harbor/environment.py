@@ -4,10 +4,11 @@
     environment: {adapter: harbor, use: shell, timeout: 15m}      # use: program, for an agent program
     machine: tools                                                # machine: agent
 
-With `use: shell` the model has a tool `shell`. With `use: program` an agent program finds a command in EPISODE_SHELL, which runs its
-arguments in the task's sandbox. At the end the tests run in a new sandbox with the same files, and without the processes of the
-episode. Rewards are read as Harbor 0.25 does (`verifier/verifier.py`): all numbers of /logs/verifier/reward.json, else the number in
-/logs/verifier/reward.txt. Without one of them the episode fails, unless `with: {reward: exit_code}` makes it 1 for status 0 and else 0.
+With `use: shell` the model has a tool `shell`. With `use: program` an agent program finds a command in EPISODE_SHELL,
+which runs its arguments in the task's sandbox. At the end the tests run in a new sandbox with the same files, and
+without the processes of the episode. Rewards are read as Harbor 0.25 does (`verifier/verifier.py`): all numbers of
+/logs/verifier/reward.json, else the number in /logs/verifier/reward.txt. Without one of them the episode fails, unless
+`with: {reward: exit_code}` makes it 1 for status 0 and else 0.
 """
 
 from __future__ import annotations
@@ -268,7 +269,8 @@ class HarborEnvironment:
         return [self.shell] if self._use == "shell" else []
 
     def program(self) -> ProgramSettings:
-        """EPISODE_SHELL for the agent program, a command that runs its arguments in the task's sandbox, and the task's time."""
+        """EPISODE_SHELL for the agent program, a command that runs its arguments in the task's sandbox, and the task's
+        time."""
         assert self._task is not None
         assert self._workspace is not None
         seconds = self._task.agent_seconds
@@ -323,7 +325,8 @@ class HarborEnvironment:
         rewards = _rewards(read_small(logs / "reward.json"), read_small(logs / "reward.txt"))
         if rewards is None:
             raise AdapterError(
-                f"the tests of {task.folder} ended with status {result.status} and wrote no number to /logs/verifier/reward.txt: "
+                f"the tests of {task.folder} ended with status {result.status} and wrote no number to "
+                "/logs/verifier/reward.txt: "
                 f"…{result.output[-500:]}"
             )
         return [RewardEvent(turn="last", name=name, value=value, source="tests") for name, value in rewards.items()]

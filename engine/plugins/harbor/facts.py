@@ -7,7 +7,8 @@ SOURCE = SourceFacts(keys=("path", "unsupported"), opens="engine.plugins.harbor.
 ADAPTER = AdapterFacts(
     name="harbor",
     runs="engine.plugins.harbor.environment:HarborEnvironment",
-    use="`shell` (the model has a tool of that name) or `program` (for an agent program); with `tasks: {source: harbor}`",
+    use="`shell` (the model has a tool of that name) or `program` (for an agent program); with "
+    "`tasks: {source: harbor}`",
     names="name",
     rewards="end",
     thread_safe=True,

@@ -1,9 +1,11 @@
-"""Reads one task folder of Harbor's form: what it asks for, in which limits, and the files that its sandbox begins with.
+"""Reads one task folder of Harbor's form: what it asks for, in which limits, and the files that its sandbox begins
+with.
 
     NAME/task.toml  NAME/instruction.md  NAME/tests/test.sh  NAME/environment/Dockerfile  NAME/environment/…
 
-Read from Harbor 0.25: `models/task/config.py` (task.toml), `models/task/task.py` (the folder), `verifier/verifier.py` (rewards).
-What the sandbox cannot give (images that are built, a network, services, several steps, GPUs) is refused with the file and the line.
+Read from Harbor 0.25: `models/task/config.py` (task.toml), `models/task/task.py` (the folder), `verifier/verifier.py`
+(rewards). What the sandbox cannot give (images that are built, a network, services, several steps, GPUs) is refused
+with the file and the line.
 
 Invariant: only regular files below the task's folder are read; a link that leaves it is an error.
 """
@@ -32,7 +34,8 @@ SECONDS = 600.0
 MEMORY, STORAGE = 2048, 1024
 """MiB of memory of each process, and of files, where task.toml gives none."""
 _NETWORK = re.compile(
-    r"\b(?:(?:apt|apt-get|apk|dnf|yum)\s+(?:-\S+\s+)*(?:add|install|update)|(?:pip3?|npm|gem|cargo|conda|go)\s+(?:-\S+\s+)*install"
+    r"\b(?:(?:apt|apt-get|apk|dnf|yum)\s+(?:-\S+\s+)*(?:add|install|update)"
+    r"|(?:pip3?|npm|gem|cargo|conda|go)\s+(?:-\S+\s+)*install"
     r"|npm\s+(?:ci|i)|uv\s+(?:pip|sync|add|run|tool)|uvx|npx|curl|wget|git\s+(?:clone|fetch|pull))\b"
 )
 """Commands that need a network."""
@@ -271,7 +274,8 @@ def _check_config(
 
 
 def _check_script(file: Path) -> None:
-    """Refuse a script of the tests that installs or downloads something: without a network it would pay a wrong reward."""
+    """Refuse a script of the tests that installs or downloads something: without a network it would pay a wrong
+    reward."""
     if file.suffix != ".sh" or file.stat().st_size > MOST_TEXT:
         return
     for number, line in enumerate(file.read_text(errors="replace").splitlines(), 1):

@@ -16,7 +16,8 @@ from engine.validate.registry import Finding, rule
     "task folders of Harbor's form without the environment that runs them, or with too little time",
 )
 def harbor_environment(ctx: CheckContext) -> Iterator[Finding]:
-    """`source: harbor` and `adapter: harbor` belong together; `environment.timeout` is at least the time of the tests."""
+    """`source: harbor` and `adapter: harbor` belong together; `environment.timeout` is at least the time of the
+    tests."""
     spec = ctx.spec
     sources = [(path, source) for path, source in each_source(ctx) if source.spec.tasks.source == "harbor"]
     environment = spec.environment

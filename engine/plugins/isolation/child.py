@@ -1,8 +1,8 @@
 """Code of a worker process: imports entry points, builds objects, calls them, and answers in JSON.
 
-Requests are pickled tuples from the engine, which a worker may trust; answers are never pickled. While a worker waits for
-a request its event loop runs, so that background tasks of `async` objects continue. A plain method is called outside of
-the loop, so it may run its own loop.
+Requests are pickled tuples from the engine, which a worker may trust; answers are never pickled. While a worker waits
+for a request its event loop runs, so that background tasks of `async` objects continue. A plain method is called
+outside of the loop, so it may run its own loop.
 """
 
 from __future__ import annotations
@@ -36,15 +36,17 @@ from engine.storable import refusal
 METHODS = ("reset", "program", "step", "score", "tools", "respond", "close", "__call__")
 _CONTRACTS: dict[str, type[BaseModel]] = {"reset": Reset, "program": ProgramSettings, "step": Step, "user": UserTurn}
 MAX_CHILDREN = 16
-"""Maximum number of child processes with which a worker may serve another episode: modules may keep helper processes."""
+"""Maximum number of child processes with which a worker may serve another episode: modules may keep helper
+processes."""
 _HELPER_THREADS = ("asyncio_", "tqdm_monitor")
-"""Beginnings of the names of threads with which a worker may serve another episode: idle threads of asyncio's pool, and the
-thread that tqdm starts once in a process for its progress bars."""
+"""Beginnings of the names of threads with which a worker may serve another episode: idle threads of asyncio's pool, and
+the thread that tqdm starts once in a process for its progress bars."""
 _MAX_LEFT = 200
 _MAX_TEXT = 16_384
 
 VALUE, RAISED, WRONG, INVALID, UNFIT = b"V", b"R", b"W", b"A", b"U"
-"""First byte of an answer: a value, an exception, a value of a wrong type, invalid arguments, a value that JSON cannot hold."""
+"""First byte of an answer: a value, an exception, a value of a wrong type, invalid arguments, a value that JSON cannot
+hold."""
 
 
 def _shape_fields(shape: ToolShape) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """The host of the mode `process`: loads entry points, whose objects and functions live in workers.
 
-An episode takes the workers of its objects in one order (environment, user, tools) and calls of functions do not wait while they hold
-one, so there is no deadlock.
+An episode takes the workers of its objects in one order (environment, user, tools) and calls of functions do not wait
+while they hold one, so there is no deadlock.
 """
 
 from __future__ import annotations

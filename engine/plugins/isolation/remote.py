@@ -1,8 +1,9 @@
 """Objects and functions that live in worker processes, and the calls that reach them.
 
-A `Pool` has the workers of one entry point: an object holds one for as long as it lives; a function takes one for each call. Later episodes
-reuse workers. Waiting for a worker does not count for a call's deadline. A `Cell` holds one worker. The next call replaces a dead worker by a new one. An object whose worker died is built again
-there if it has no state between calls (`effects: pure`); any other object has lost its state and stays lost.
+A `Pool` has the workers of one entry point: an object holds one for as long as it lives; a function takes one for each
+call. Later episodes reuse workers. Waiting for a worker does not count for a call's deadline. A `Cell` holds one
+worker. The next call replaces a dead worker by a new one. An object whose worker died is built again there if it has no
+state between calls (`effects: pure`); any other object has lost its state and stays lost.
 """
 
 from __future__ import annotations
@@ -67,7 +68,8 @@ class Cell:
         """Why its last worker died."""
         self.worker: Worker | None = None
         self.lock = asyncio.Lock()
-        """Held during a call: a worker serves one call at a time, and a call's deadline starts when it holds the lock."""
+        """Held during a call: a worker serves one call at a time, and a call's deadline starts when it holds the
+        lock."""
 
     async def live(self) -> Worker:
         """Return the worker, or a new one if it died."""
@@ -264,8 +266,8 @@ class RemoteObject(HostedObject):
         """Call a method and validate its answer.
 
         Raises:
-            SpecCodeError: see `engine.actions.calling.workers.call_spec_code`; and kinds `<blame>_crashed`, `_cpu` and `_output` if the
-                worker died or exceeded a limit.
+            SpecCodeError: see `engine.actions.calling.workers.call_spec_code`; and kinds `<blame>_crashed`, `_cpu` and
+                `_output` if the worker died or exceeded a limit.
         """
         sent = [_plain(argument) for argument in arguments]
         async with self._cell.lock:
@@ -389,7 +391,8 @@ class Release(HostedCallable):
 
 
 class RemoteFunction(HostedCallable):
-    """A function in workers: a scorer, a custom action or a tool. It has no state, so the end of a worker loses only one call."""
+    """A function in workers: a scorer, a custom action or a tool. It has no state, so the end of a worker loses only
+    one call."""
 
     lost = False
 

@@ -1,9 +1,10 @@
-"""The engine's side of worker processes: the zygote, which forks them, and of each one its call, its deadline and its end.
+"""The engine's side of worker processes: the zygote, which forks them, and of each one its call, its deadline and its
+end.
 
 One zygote serves one engine, for any number of event loops, one after the other.
 
-Invariant: a worker's answer is treated as bytes until it is validated against the expected contract. The worker is killed for
-an answer that is too long or breaks the protocol.
+Invariant: a worker's answer is treated as bytes until it is validated against the expected contract. The worker is
+killed for an answer that is too long or breaks the protocol.
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ from typing import Any
 from engine.errors import EngineError
 from engine.processes.system import MessageSocket
 
-_BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv.pop(2)); from engine.plugins.isolation.zygote import main; main()"
+_BOOT = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv.pop(2)); from engine.plugins.isolation.zygote import main; "
+    "main()"
+)
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 """Workers compute on one thread, because there are many workers and a process with threads cannot be forked safely."""
 END_SECONDS = 10.0

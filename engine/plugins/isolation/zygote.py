@@ -3,9 +3,9 @@
 A fork takes milliseconds, a new interpreter a third of a second, and workers share the memory of the modules
 imported here. It is single-threaded, so that forking it is safe.
 
-Protocol: lines of JSON over a socket. `plan`, `fork` (with two file descriptors: the worker's socket and the pipe for its
-output) and `kill` are requests; `planned`, `refused`, `forked` and `ended` are answers. When the socket closes, the engine
-has ended: every worker is killed, and this process ends.
+Protocol: lines of JSON over a socket. `plan`, `fork` (with two file descriptors: the worker's socket and the pipe for
+its output) and `kill` are requests; `planned`, `refused`, `forked` and `ended` are answers. When the socket closes, the
+engine has ended: every worker is killed, and this process ends.
 """
 
 from __future__ import annotations

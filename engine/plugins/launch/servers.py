@@ -1,7 +1,7 @@
 """The servers of `backend.launch`: started, watched, started again when they die, and stopped with the run.
 
-Invariant: no server outlives the engine. Each one is the child of a warden (`warden.py`), which ends it when the engine's
-end of a pipe closes.
+Invariant: no server outlives the engine. Each one is the child of a warden (`warden.py`), which ends it when the
+engine's end of a pipe closes.
 """
 
 from __future__ import annotations
@@ -122,7 +122,8 @@ class LaunchedServer:
                 )
             if time.monotonic() > ends:
                 raise BackendError(
-                    f"a server did not answer {self.url}/health within `launch.ready_timeout` ({seconds:g} s); {self._end_of_log()}",
+                    f"a server did not answer {self.url}/health within `launch.ready_timeout` ({seconds:g} s); "
+                    f"{self._end_of_log()}",
                     kind="launch",
                 )
             await asyncio.sleep(_POLL_SECONDS)
@@ -180,7 +181,8 @@ class LaunchedServers:
         """
         if taken := sorted(self._gpus & _gpus_in_use):
             raise BackendError(
-                f"GPU {', '.join(map(str, taken))} of `backend.launch` is used by servers of another backend of this spec: "
+                f"GPU {', '.join(map(str, taken))} of `backend.launch` is used by servers of another backend of this "
+                "spec: "
                 "name other GPUs in `gpus`",
                 kind="launch",
             )
@@ -256,7 +258,8 @@ def _visible(gpus: tuple[int, ...]) -> dict[str, str]:
         return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))}
     if max(gpus) >= len(seen):
         raise BackendError(
-            f"`backend.launch.gpus` names GPU {max(gpus)}, and this process sees {len(seen)} (CUDA_VISIBLE_DEVICES={','.join(seen)})",
+            f"`backend.launch.gpus` names GPU {max(gpus)}, and this process sees {len(seen)} "
+            f"(CUDA_VISIBLE_DEVICES={','.join(seen)})",
             kind="launch",
         )
     return {"CUDA_VISIBLE_DEVICES": ",".join(seen[gpu] for gpu in gpus)}

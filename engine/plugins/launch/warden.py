@@ -1,8 +1,8 @@
 """The parent process of one launched server: ends the server when the engine ends, however that happens.
 
-The engine starts this file as a script (`engine.processes.system:script`), and holds the other end of its standard input. When the
-engine dies, also by SIGKILL, that end closes, and the warden ends the server's process group. It needs only the standard
-library, and stays under 15 MB.
+The engine starts this file as a script (`engine.processes.system:script`), and holds the other end of its standard
+input. When the engine dies, also by SIGKILL, that end closes, and the warden ends the server's process group. It needs
+only the standard library, and stays under 15 MB.
 
     warden.py SECONDS COMMAND...     # exit status: that of the server
 """

@@ -62,7 +62,8 @@ class LocalBackend(Backend):
             folder: Returns the model's folder, and downloads it if necessary; called in `start`.
             decode: Ids to text, with special tokens; used to find stop strings.
             spec: Device, precision, batch size.
-            vocab: Number of ids that may be sampled; an embedding may be padded beyond them. Default: all rows of the embedding.
+            vocab: Number of ids that may be sampled; an embedding may be padded beyond them. Default: all rows of the
+                embedding.
             context: Maximum length of a sequence in tokens; default: the model's own.
             prefill_tokens: Maximum number of prompt tokens in one forward pass. Default: 512 on a CPU, 4096 on a GPU.
             stash_bytes: Maximum memory for cached sequences of episodes that have no row now. Default: an eighth of the
@@ -183,7 +184,8 @@ class LocalBackend(Backend):
 
         Raises:
             ContextOverflow: Not one token fits after the prompt.
-            BackendError: Kinds `not_started`, `closed`, `bad_request`, `unsupported_parameter`, `bad_logits`, `step_failed`.
+            BackendError: Kinds `not_started`, `closed`, `bad_request`, `unsupported_parameter`, `bad_logits`,
+                `step_failed`.
         """
         from engine.plugins.local.rows import PendingReply
         from engine.plugins.local.sampler import SamplingState

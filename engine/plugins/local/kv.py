@@ -7,11 +7,12 @@ copying the others.
 Invariant: values beyond a row's length are finite (zeros, or an older sequence), so that masked attention over
 them is exact.
 
-With `deterministic`, passes have one fixed shape, so that a token's logits are bit-identical in every batch. The order of additions in a
-matrix product may depend on its number of rows, and in masked attention on its length. The differences are 1e-6 in float32, and once
-in many thousand tokens they change a sampled id. So every pass then has exactly `TILE` tokens, padded with tokens of a row that is
-never read, and attention is computed for each token separately, over exactly its own sequence. A token's logits could then depend
-only on its place in the tile; that they do not is checked when the model is loaded (`PackedModel._check_repeatable`).
+With `deterministic`, passes have one fixed shape, so that a token's logits are bit-identical in every batch. The order
+of additions in a matrix product may depend on its number of rows, and in masked attention on its length. The
+differences are 1e-6 in float32, and once in many thousand tokens they change a sampled id. So every pass then has
+exactly `TILE` tokens, padded with tokens of a row that is never read, and attention is computed for each token
+separately, over exactly its own sequence. A token's logits could then depend only on its place in the tile; that they
+do not is checked when the model is loaded (`PackedModel._check_repeatable`).
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ class PromptImages:
     ids: np.ndarray
     """The prompt, int32 [tokens]."""
     marked: np.ndarray
-    """The prompt with a negative number in place of each placeholder, one number for each different image, int32 [tokens]. Prompts
-    with equal beginnings here show equal images there."""
+    """The prompt with a negative number in place of each placeholder, one number for each different image, int32
+    [tokens]. Prompts with equal beginnings here show equal images there."""
     digests: list[str]
     spans: list[tuple[int, int]]
     """The tokens [start, end) of each image."""
@@ -151,7 +152,8 @@ class KVRows:
         self.experts[layer][plan.rows, plan.positions] = chosen.to(torch.int16)
 
     def experts_of(self, row: int, start: int, end: int) -> torch.Tensor:
-        """The experts of a row's tokens [start, end), int16 [tokens, layers, top_k]; zeros in layers without experts."""
+        """The experts of a row's tokens [start, end), int16 [tokens, layers, top_k]; zeros in layers without
+        experts."""
         assert self.experts is not None
         return self.experts[:, row, start:end].transpose(0, 1)
 
@@ -261,7 +263,8 @@ class Tile:
     def __init__(self, tokens: Sequence[tuple[int, int, int]], spare: int, device: torch.device) -> None:
         """
         Args:
-            tokens: (id, row, position) of each token. Tokens of a row are in order; its earlier ones are in the cache or here.
+            tokens: (id, row, position) of each token. Tokens of a row are in order; its earlier ones are in the cache
+                or here.
             spare: The row of the padding tokens.
             device: The device of the model.
         """
@@ -380,7 +383,8 @@ def attend(
         [1, tokens, heads, value_dim], and None for the attention weights.
 
     Raises:
-        BackendError: called outside of the local backend's forward pass, or the model needs attention that is not supported.
+        BackendError: called outside of the local backend's forward pass, or the model needs attention that is not
+            supported.
     """
     cache = _active.cache
     if cache is None or cache.plan is None or cache.store.keys is None or cache.store.values is None:

@@ -22,7 +22,8 @@ _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
 
 
 def pick_dtype(name: str, device: torch.device) -> torch.dtype:
-    """Return the data type. `auto`: float32 on a CPU, where log-probs equal a recomputation; the GPU's 16-bit type on a GPU."""
+    """Return the data type. `auto`: float32 on a CPU, where log-probs equal a recomputation; the GPU's 16-bit type on a
+    GPU."""
     if name != "auto":
         return _DTYPES[name]
     if device.type == "cuda":
@@ -71,7 +72,8 @@ class PackedModel:
             experts: Keep the experts of each token beside its cached values.
 
         Raises:
-            BackendError: Kind `no_experts`: the model has none; `unsupported_model`: they cannot be read, or it is not a causal decoder with standard attention, or logits depend on the batch.
+            BackendError: Kind `no_experts`: the model has none; `unsupported_model`: they cannot be read, or it is not
+                a causal decoder with standard attention, or logits depend on the batch.
         """
         from transformers import AutoConfig
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -125,12 +127,14 @@ class PackedModel:
         layout, routers = expert_layout(self.config.to_dict()), routers_of(self.model)
         if layout is None:
             raise BackendError(
-                f"backend.routed_experts: the model in {folder} has no experts, so no routing is reported: remove the key",
+                f"backend.routed_experts: the model in {folder} has no experts, so no routing is reported: remove the "
+                "key",
                 kind="no_experts",
             )
         if sorted(routers) != list(layout.sparse):
             raise BackendError(
-                f"backend.routed_experts: {type(self.model).__name__} has routers in layers {sorted(routers)}, and its configuration "
+                f"backend.routed_experts: {type(self.model).__name__} has routers in layers {sorted(routers)}, and its "
+                "configuration "
                 f"declares experts in layers {list(layout.sparse)}; remove the key",
                 kind="unsupported_model",
             )
@@ -157,7 +161,8 @@ class PackedModel:
         return torch.randint(0, self.vocab, (2, length), generator=torch.Generator().manual_seed(seed))
 
     def _inputs(self, chunks: Sequence[Chunk], plan: Plan) -> dict[str, Any]:
-        """Arguments of the model's forward pass: the tokens of the chunks, packed into one sequence, and their positions."""
+        """Arguments of the model's forward pass: the tokens of the chunks, packed into one sequence, and their
+        positions."""
         tokens = torch.tensor([token for chunk in chunks for token in chunk.ids], device=self.device)[None]
         return {"input_ids": tokens, "position_ids": plan.positions[None]}
 
@@ -234,7 +239,8 @@ class PackedModel:
             self.store.clear()
         if not same:
             raise BackendError(
-                f"`backend.deterministic: true`: on {self.device} a token's logits depend on its position in the batch for "
+                f"`backend.deterministic: true`: on {self.device} a token's logits depend on its position in the batch "
+                "for "
                 f"{type(self.model).__name__} ({folder}); remove the key, or use another device",
                 kind="unsupported_model",
             )
@@ -244,7 +250,8 @@ class PackedModel:
         return [length - 1, 1], [5, TILE - 2, 1, length - TILE - 4]
 
     def _last_logits(self, row: int, ids: list[int], sizes: list[int], others: list[int] | None) -> torch.Tensor:
-        """Logits [1, vocab] after a sequence that is computed in chunks, beside equal chunks of another sequence in row 0."""
+        """Logits [1, vocab] after a sequence that is computed in chunks, beside equal chunks of another sequence in row
+        0."""
         at, logits = 0, torch.empty(0)
         for size in sizes:
             chunks = [Chunk(row=row, ids=ids[at : at + size], past=at)]
@@ -276,7 +283,8 @@ class PackedModel:
         apart = float((got - wanted).abs().mean())
         if not apart <= _TOLERANCE[self.dtype]:
             raise BackendError(
-                f"the local backend's log-probs for {type(self.model).__name__} ({folder}) differ from the model's own by "
+                f"the local backend's log-probs for {type(self.model).__name__} ({folder}) differ from the model's own "
+                "by "
                 f"{apart:.3g} on average; "
                 "serve this model with `backend: {kind: sglang}`",
                 kind="unsupported_model",

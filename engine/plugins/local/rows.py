@@ -46,7 +46,8 @@ class PendingReply:
 
     @property
     def prompt(self) -> np.ndarray:
-        """The prompt, int32 [tokens]; an image's placeholders are marks of this image, so equal tokens mean equal inputs."""
+        """The prompt, int32 [tokens]; an image's placeholders are marks of this image, so equal tokens mean equal
+        inputs."""
         return self.request.input_ids if self.images is None else self.images.marked
 
     def whole(self, length: int) -> int:
@@ -91,7 +92,8 @@ class Row:
         return self.length - self.prompt
 
     def next_tokens(self, most: int, *, first: bool) -> int:
-        """Number of tokens to compute next, at most `most`. An image is computed as a whole: alone if it is larger, and only if `first`."""
+        """Number of tokens to compute next, at most `most`. An image is computed as a whole: alone if it is larger, and
+        only if `first`."""
         count = min(self.length - self.cached, most)
         images = self.pending.images if self.pending is not None else None
         if images is None or count <= 0:

@@ -3,9 +3,9 @@
 The conventions are SGLang's: log-probs are those of softmax(logits / temperature) after bans, biases and
 penalties, and before top-k, top-p and min-p; temperature 0 is greedy, with log-probs at temperature 1.
 
-Invariant: a token depends only on its row's logits, its request's seed and its place in the reply, and not on other rows of
-the batch. A hash of (seed, place) gives one uniform number; the inverse of the row's distribution function turns it into a
-token.
+Invariant: a token depends only on its row's logits, its request's seed and its place in the reply, and not on other
+rows of the batch. A hash of (seed, place) gives one uniform number; the inverse of the row's distribution function
+turns it into a token.
 """
 
 from __future__ import annotations

@@ -31,7 +31,8 @@ class LocalBackendSpec(BackendBase):
     threads: int | None = Field(default=None, ge=1)
     """CPU threads for torch. Default: torch's choice."""
     routed_experts: bool = False
-    """Keep the experts that a mixture-of-experts model chose for each token, in rows too; `engine train` then uses the same experts."""
+    """Keep the experts that a mixture-of-experts model chose for each token, in rows too; `engine train` then uses the
+    same experts."""
 
     @property
     def asks_experts(self) -> bool:

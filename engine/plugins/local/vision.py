@@ -1,10 +1,10 @@
 """Vision-language models of the local backend: batched as text is, with the images of each prompt.
 
-A forward pass takes the packed tokens of many sequences. Position ids come from the model's own code (`get_rope_index` for
-three-dimensional positions), for each prompt by itself.
+A forward pass takes the packed tokens of many sequences. Position ids come from the model's own code (`get_rope_index`
+for three-dimensional positions), for each prompt by itself.
 
-Invariant: the features of an image enter the pass at exactly its placeholders; an image is never split between passes, and the
-cached tokens of an image are reused only for the same image.
+Invariant: the features of an image enter the pass at exactly its placeholders; an image is never split between passes,
+and the cached tokens of an image are reused only for the same image.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ class VisionModel(PackedModel):
         """See `PackedModel`. `vision`: the model's image processing.
 
         Raises:
-            BackendError: Kind `unsupported_model`: transformers has no such model, or its log-probs depend on the batch.
+            BackendError: Kind `unsupported_model`: transformers has no such model, or its log-probs depend on the
+                batch.
         """
         self.vision = vision
         self.images_computed = 0
@@ -129,7 +130,8 @@ class VisionModel(PackedModel):
         return 1 if self._find_positions is None else 3
 
     def positions(self, images: PromptImages) -> torch.Tensor:
-        """Position ids of a prompt with images, from the model's own code: int64 [3, tokens], or [1, tokens] if they are scalar."""
+        """Position ids of a prompt with images, from the model's own code: int64 [3, tokens], or [1, tokens] if they
+        are scalar."""
         if images.positions is None:
             find = self._find_positions
             if find is None:

@@ -139,7 +139,8 @@ class Worker:
         self._fail_all(BackendError("the local backend was closed", kind="closed"))
 
     def _receive(self) -> bool:
-        """Wait for requests and commands, run the commands, and queue the requests. Returns False if the thread must end."""
+        """Wait for requests and commands, run the commands, and queue the requests. Returns False if the thread must
+        end."""
         with self._wake:
             while not (self._inbox or self._closing or self._waiting or self.table.running):
                 self._wake.wait()
@@ -269,7 +270,8 @@ class Worker:
         )
 
     def _experts(self, row: Row, start: int | None) -> np.ndarray | None:
-        """The experts of a row's tokens from number `start` up to the last but one, [tokens, layers, top_k]; None: not requested."""
+        """The experts of a row's tokens from number `start` up to the last but one, [tokens, layers, top_k]; None: not
+        requested."""
         layout = self.packed.layout
         if start is None or layout is None:
             return None

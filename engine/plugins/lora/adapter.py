@@ -74,7 +74,8 @@ class LoraAdapter(Adapter):
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
-        """A context in which the model runs without the adapter. peft's own context would unfreeze parameters of `freeze`."""
+        """A context in which the model runs without the adapter. peft's own context would unfreeze parameters of
+        `freeze`."""
         for layer in self._layers:
             layer._disable_adapters = True
         try:

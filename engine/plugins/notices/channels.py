@@ -1,10 +1,12 @@
 """The channels of notices: a webhook, services by apprise, robots of DingTalk and Feishu, a command, a function.
 
-Each channel is a function that delivers one event and raises what went wrong. No message holds a URL of a channel: URLs contain
-secrets. apprise formats the messages of its services; it has no webhook with an event's fields, no command and no function.
+Each channel is a function that delivers one event and raises what went wrong. No message holds a URL of a channel: URLs
+contain secrets. apprise formats the messages of its services; it has no webhook with an event's fields, no command and
+no function.
 
-DingTalk and Feishu answer a refused message with status 200 and an error code. apprise takes status 200 for success, signs DingTalk's
-messages with a signature that is encoded twice, and does not sign Feishu's; so these two are written here. Sources: DingTalk, "Custom
+DingTalk and Feishu answer a refused message with status 200 and an error code. apprise takes status 200 for success,
+signs DingTalk's messages with a signature that is encoded twice, and does not sign Feishu's; so these two are written
+here. Sources: DingTalk, "Custom
 robot: security settings"; Feishu, "Custom bot usage guide: signature verification".
 """
 
@@ -84,7 +86,8 @@ def _url(variable: str, key: str, environ: Mapping[str, str]) -> str:
     url = environ.get(variable)
     if not url:
         raise NoticeError(
-            f"the environment variable {variable} (notify.{key}) is not set: set it to the URL, or remove it from `{key}`"
+            f"the environment variable {variable} (notify.{key}) is not set: set it to the URL, or remove it from "
+            f"`{key}`"
         )
     remember(variable, url)
     remember_parts(variable, url)
@@ -226,7 +229,8 @@ class Post(NamedTuple):
 
 
 def dingtalk(robot: Robot, text: str, now: float) -> Post:
-    """DingTalk's request: `sign` is the HMAC-SHA256 of `timestamp\\nsecret` under the secret, in base64; the timestamp is in milliseconds."""
+    """DingTalk's request: `sign` is the HMAC-SHA256 of `timestamp\\nsecret` under the secret, in base64; the timestamp
+    is in milliseconds."""
     query = {"access_token": robot.token}
     if robot.secret is not None:
         stamp = str(round(now * 1000))
@@ -235,7 +239,8 @@ def dingtalk(robot: Robot, text: str, now: float) -> Post:
 
 
 def feishu(robot: Robot, text: str, now: float) -> Post:
-    """Feishu's request: `sign` is the HMAC-SHA256 of the empty message under `timestamp\\nsecret`, in base64; the timestamp is in seconds."""
+    """Feishu's request: `sign` is the HMAC-SHA256 of the empty message under `timestamp\\nsecret`, in base64; the
+    timestamp is in seconds."""
     body: dict[str, Any] = {"msg_type": "text", "content": {"text": text}}
     if robot.secret is not None:
         stamp = str(int(now))
@@ -276,7 +281,8 @@ def send(request: Request, robot: Robot, text: str, seconds: float, clock: Calla
     """Send a message.
 
     Raises:
-        RuntimeError: the service cannot be reached, or did not accept the message. The text holds neither token nor signature.
+        RuntimeError: the service cannot be reached, or did not accept the message. The text holds neither token nor
+            signature.
     """
     asked = request(robot, text, clock())
     status, reply = post(asked.url, asked.body, seconds, asked.query)

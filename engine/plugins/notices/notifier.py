@@ -1,8 +1,9 @@
-"""Notices when a run, an evaluation or a training fails, stalls, diverges, learns nothing, finishes or reaches a budget.
+"""Notices when a run, an evaluation or a training fails, stalls, diverges, learns nothing, finishes or reaches a
+budget.
 
 Invariants:
-- Nothing here raises into the run or delays it by more than a deadline. Each delivery has its own daemon thread, and one that hangs
-  is abandoned; the threads of `concurrent.futures` would delay the end of the process.
+- Nothing here raises into the run or delays it by more than a deadline. Each delivery has its own daemon thread, and
+  one that hangs is abandoned; the threads of `concurrent.futures` would delay the end of the process.
 - No notice holds a known secret: every string of an event passes through `mask_credentials`.
 """
 
@@ -166,8 +167,8 @@ class _Delivery:
 class NoticeHistory:
     """What a run has sent, and when, in `notices.jsonl` of its folder, so that nothing is repeated too soon.
 
-    A training that is restarted automatically after each failure fails again with the same reason: the file tells the second launch what
-    the first has sent. A damaged or missing file only means that a notice is sent again.
+    A training that is restarted automatically after each failure fails again with the same reason: the file tells the
+    second launch what the first has sent. A damaged or missing file only means that a notice is sent again.
 
     Args:
         folder: The folder of the run or training; None keeps the history only in memory.

@@ -1,4 +1,5 @@
-"""The observers of runs and of trainings that send notices, and the thread that sends `stalled` and `budget` meanwhile."""
+"""The observers of runs and of trainings that send notices, and the thread that sends `stalled` and `budget`
+meanwhile."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ POLL = 1.0
 
 
 class Watch:
-    """Sends `stalled` if nothing happens for too long, once per stall, and `budget` once for each amount that is reached.
+    """Sends `stalled` if nothing happens for too long, once per stall, and `budget` once for each amount that is
+    reached.
 
         with Watch(notifier, spec.notify, lambda: {"step": trainer.step}) as watch:
             watch.tick()        # at each episode and each step

@@ -12,7 +12,8 @@ from engine.validate.registry import Finding, rule
 
 @rule("notify.no-effect", "warning", "an option of `notify` has no effect in this combination")
 def notify_no_effect(ctx: CheckContext) -> Iterator[Finding]:
-    """Options without a channel, channels without an event, options of events that send nothing, and events that cannot occur."""
+    """Options without a channel, channels without an event, options of events that send nothing, and events that cannot
+    occur."""
     notify = NotifySpec.or_default(ctx.spec)
     reasons: dict[str, str] = {}
     if not notify.has_channel:

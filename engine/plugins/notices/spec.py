@@ -33,10 +33,11 @@ class NotifySpec(SpecSection):
     RENAMED: ClassVar[Mapping[str, str]] = {"stall": "stall_timeout"}
 
     webhook_env: str | None = None
-    """Name of the environment variable that holds a URL. Notices are POSTed to it as JSON (`text` and the event's fields)."""
+    """Name of the environment variable that holds a URL. Notices are POSTed to it as JSON (`text` and the event's
+    fields)."""
     services_env: list[str] = Field(default_factory=list)
-    """Names of environment variables that each hold the apprise URL of a service: Slack, Discord, Feishu, DingTalk (signed), e-mail
-    and others (extra `notify`)."""
+    """Names of environment variables that each hold the apprise URL of a service: Slack, Discord, Feishu, DingTalk
+    (signed), e-mail and others (extra `notify`)."""
     command: list[str] | None = None
     """A command that reads the notice as JSON from its standard input."""
     use: str | None = None
@@ -44,10 +45,11 @@ class NotifySpec(SpecSection):
     on: list[NoticeKind] = Field(default_factory=lambda: list(get_args(NoticeKind)))
     """The events that send a notice."""
     stall_timeout: Seconds = 1800.0
-    """A run is stalled after this time without a sampled reply or a finished episode, a training after this time without a finished
-    episode or step."""
+    """A run is stalled after this time without a sampled reply or a finished episode, a training after this time
+    without a finished episode or step."""
     repeat_after: Seconds = 3600.0
-    """A notice that differs from an earlier one of the same run only in numbers is sent again only after this time, also by a resumed run."""
+    """A notice that differs from an earlier one of the same run only in numbers is sent again only after this time,
+    also by a resumed run."""
     budget: NoticeBudget | None = None
     """Amounts after which a notice of kind `budget` is sent."""
 

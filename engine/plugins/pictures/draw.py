@@ -1,11 +1,12 @@
-"""A machine's picture as SVG, and the places of its boxes: ranks from the top down, with each edge's label between its ends.
+"""A machine's picture as SVG, and the places of its boxes: ranks from the top down, with each edge's label between its
+ends.
 
-Lengths are in pixels. Widths of text are estimated from the font size, because the program that shows the picture chooses
-the fonts; boxes are a little wider than needed.
+Lengths are in pixels. Widths of text are estimated from the font size, because the program that shows the picture
+chooses the fonts; boxes are a little wider than needed.
 
-The library fast-sugiyama (MIT) assigns ranks, inserts a waypoint in every rank that an edge passes, and orders each rank so
-that few edges cross. It treats all vertices as points, so this module spaces them by their sizes. Vertices are numbers, because
-the library orders names by their hashes; the same graph always gets the same places.
+The library fast-sugiyama (MIT) assigns ranks, inserts a waypoint in every rank that an edge passes, and orders each
+rank so that few edges cross. It treats all vertices as points, so this module spaces them by their sizes. Vertices are
+numbers, because the library orders names by their hashes; the same graph always gets the same places.
 """
 
 from __future__ import annotations
@@ -443,7 +444,10 @@ def _sugiyama(edges: list[tuple[int, int]]) -> tuple[dict[int, tuple[float, floa
     try:
         from fast_sugiyama import from_edges
     except ImportError as error:
-        message = "SVG needs the package fast-sugiyama: run `pip install fast-sugiyama`, or write Mermaid with `--format mermaid`"
+        message = (
+            "SVG needs the package fast-sugiyama: run `pip install fast-sugiyama`, or write Mermaid with "
+            "`--format mermaid`"
+        )
         raise LayoutError(message) from error
     places = {0: (0.0, 0.0)}
     steps: list[tuple[int, int]] = []
@@ -484,7 +488,8 @@ def _place_x(ranks: Sequence[Sequence[Box]], joined: Sequence[tuple[Box, Box]]) 
 
 
 def _space(rank: Sequence[Box], wanted: Sequence[float], weights: Sequence[float]) -> None:
-    """Place a rank's boxes by weighted least squares, in order and apart: neighbours that would overlap move together."""
+    """Place a rank's boxes by weighted least squares, in order and apart: neighbours that would overlap move
+    together."""
     offsets = [0.0]
     for left, right in pairwise(rank):
         offsets.append(offsets[-1] + left.width / 2 + left.overhang + GAP_X + right.width / 2)

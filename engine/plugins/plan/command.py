@@ -40,7 +40,8 @@ def plan(
         str | None,
         typer.Option(
             metavar="SIZE",
-            help="Memory of a GPU, such as 80GB. Prints the longest row that fits, and exits with 1 if a step does not. "
+            help="Memory of a GPU, such as 80GB. Prints the longest row that fits, and exits with 1 if a step does "
+            "not. "
             "Default: that of `train.plan`.",
         ),
     ] = None,
@@ -55,8 +56,8 @@ def plan(
 ) -> None:
     """Print the memory of each process of a training at the peak of a step, and load nothing.
 
-    Exit status: 0; 1 when the spec is not valid, or memory is given and a step, or the longest row, does not fit; 2 when the command
-    line is wrong.
+    Exit status: 0; 1 when the spec is not valid, or memory is given and a step, or the longest row, does not fit; 2
+    when the command line is wrong.
     """
     from engine.plugins.plan.plan import size_of
     from engine.schemas.base import parse_bytes
@@ -122,7 +123,8 @@ def plan_lines(plan: MemoryPlan, *, gpu: bool) -> list[str]:
     ]
     lines += [f"  {size_words(size):>10}  {_WORDS[name]}" for name, size in plan.bytes.items() if size]
     lines.append(
-        f"  {size_words(plan.total):>10}  together; each further token of a micro-batch takes {size_words(plan.bytes_per_token)}"
+        f"  {size_words(plan.total):>10}  together; each further token of a micro-batch takes "
+        f"{size_words(plan.bytes_per_token)}"
     )
     if plan.cpu_bytes:
         lines.append(f"  {size_words(plan.cpu_bytes):>10}  on the CPU (`train.memory.offload`)")

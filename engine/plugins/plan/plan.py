@@ -4,8 +4,8 @@
     plan.bytes                       # {"weights": ..., "gradients": ..., ...}
     plan.longest_row(80 * 10**9)     # tokens
 
-Two steps with tensors without content are made (`planned_step.py`), which differ in their number of tokens. Kernels are those of the CPU;
-what torch's allocator and CUDA itself take comes on top.
+Two steps with tensors without content are made (`planned_step.py`), which differ in their number of tokens. Kernels are
+those of the CPU; what torch's allocator and CUDA itself take comes on top.
 """
 
 from __future__ import annotations
@@ -49,8 +49,9 @@ class MemoryPlan:
     row_tokens: int | None
     """The longest row that the spec's limits allow; None if they do not say."""
     bytes: dict[str, int]
-    """On the device: weights, masters (float32 copies of 16-bit weights), gradients, moments, reference, critic (all of its own), images
-    (pixels and activations of the vision model), activations, logits (with gathered blocks and other temporary tensors)."""
+    """On the device: weights, masters (float32 copies of 16-bit weights), gradients, moments, reference, critic (all of
+    its own), images (pixels and activations of the vision model), activations, logits (with gathered blocks and other
+    temporary tensors)."""
     cpu_bytes: int
     """Of these kinds, what `memory.offload` keeps on the CPU."""
     bytes_per_token: float
@@ -186,7 +187,8 @@ def size_of(text: str) -> tuple[int, int]:
 RULE = "train.plan"
 """The id of the findings of `row_findings`."""
 SPLITTING = (
-    "One row is never split over processes here. Trainers that split a row: verl (`ulysses_sequence_parallel_size`), slime "
+    "One row is never split over processes here. Trainers that split a row: verl (`ulysses_sequence_parallel_size`), "
+    "slime "
     "(`--context-parallel-size`); `engine validate --trainer verl` says what each would lose of the spec."
 )
 
@@ -214,7 +216,8 @@ def what_saves(plan: MemoryPlan, train: TrainSpec, longest: int) -> list[str]:
 def row_findings(loaded: LoadedSpec, seconds: float) -> Iterator[Diagnostic]:
     """Compare the longest row and the micro-batch of a spec with the memory of `train.plan`, if it is set.
 
-    It takes at most `seconds`: a plan of a model with many layers may take a minute on a busy machine. A model whose files are not here is not planned; another rule reports it. No weight is read.
+    It takes at most `seconds`: a plan of a model with many layers may take a minute on a busy machine. A model whose
+    files are not here is not planned; another rule reports it. No weight is read.
     """
     wanted = None if loaded.spec.train is None else PlanSpec.section_of(loaded.spec.train)
     files = None if wanted is None else model_files(loaded)

@@ -1,7 +1,7 @@
 """One step of the real trainer with tensors that have sizes and no content, to count its memory.
 
-The model is sharded by the real FSDP over a process group that sends nothing, and the bytes of living tensors are counted
-(`AllocatedBytes`). So the count knows each model's own layers, vision towers included.
+The model is sharded by the real FSDP over a process group that sends nothing, and the bytes of living tensors are
+counted (`AllocatedBytes`). So the count knows each model's own layers, vision towers included.
 """
 
 from __future__ import annotations
@@ -94,8 +94,9 @@ _AT = torch.ops.aten
 class SizesOnly(FakeTensorMode):  # type: ignore[no-untyped-call]
     """Within it, tensors of weights and activations have no content, and those of indices, masks and positions have.
 
-    An operation whose tensors all have content is computed; its result has content. Any other is not computed. New tensors have content
-    if they hold integers. So a model may look at token ids, positions and the grids of images, as vision models do.
+    An operation whose tensors all have content is computed; its result has content. Any other is not computed. New
+    tensors have content if they hold integers. So a model may look at token ids, positions and the grids of images, as
+    vision models do.
     """
 
     def __init__(self) -> None:
@@ -126,7 +127,8 @@ def _makes_integers(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 
 
 def _as_numbers(indices: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Indices without masks: the shape of the result follows from the indices, and from a mask only with its content."""
+    """Indices without masks: the shape of the result follows from the indices, and from a mask only with its
+    content."""
     numbers: list[Tensor | None] = []
     for index in indices:
         if index is not None and index.dtype == torch.bool and _has_content(index):
@@ -138,7 +140,8 @@ def _as_numbers(indices: Sequence[Tensor | None]) -> list[Tensor | None]:
 
 @contextmanager
 def experts_in_any_dtype() -> Iterator[None]:
-    """Within it, grouped products of experts are computed by an operation of transformers that knows its sizes for every number type.
+    """Within it, grouped products of experts are computed by an operation of transformers that knows its sizes for
+    every number type.
 
     The sizes of torch's own are known for bfloat16 alone. Both take the same memory.
     """
@@ -195,7 +198,8 @@ def simulate(
         train: Its `train:` section, as it is used.
         format: The model's chat format.
         processes: Number of processes.
-        gpu: Take blocks of logits and AdamW's update as on a GPU, which has temporary tensors for all parameters at a time.
+        gpu: Take blocks of logits and AdamW's update as on a GPU, which has temporary tensors for all parameters at a
+            time.
         tokens: Tokens of the row, of which all but the first and those of images are trained.
         images: The row's images; None: it has none.
 
@@ -235,7 +239,8 @@ def _step(
     *,
     gpu: bool,
 ) -> StepBytes:
-    """Make a step. What was computed before the micro-batch at the peak is there: moments, and gradients of other micro-batches."""
+    """Make a step. What was computed before the micro-batch at the peak is there: moments, and gradients of other
+    micro-batches."""
     masters = MasterWeights(dict(policy.named_parameters()))
     trained = list(masters.named.values())
     optimizer = torch.optim.AdamW(trained, lr=1e-6, foreach=gpu)

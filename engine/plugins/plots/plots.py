@@ -1,7 +1,9 @@
-"""Plots of a training as PNG files in its folder `plots`, drawn by matplotlib without a display when it ends, also by an error.
+"""Plots of a training as PNG files in its folder `plots`, drawn by matplotlib without a display when it ends, also by
+an error.
 
-`panels` selects the metrics of each plot and is a pure function of them. A tracker (`report_to`) shows the same metrics interactively; these files are
-for a machine without one, and for docs. matplotlib is in the extra `train` alone: a plot that cannot be drawn is named and does no harm.
+`panels` selects the metrics of each plot and is a pure function of them. A tracker (`report_to`) shows the same metrics
+interactively; these files are for a machine without one, and for docs. matplotlib is in the extra `train` alone: a plot
+that cannot be drawn is named and does no harm.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 overlong.py         leaves tasks out, or refuses them, whose prompt leaves no room for a turn
 jobs.py             `prepare`: jobs in order, from the results on disk, in this process or in several
 
-The results do not depend on the number of processes, nor on what the cache holds. A job that fails in a worker is done again in
-this process, so errors are those of one process.
+The results do not depend on the number of processes, nor on what the cache holds. A job that fails in a worker is done
+again in this process, so errors are those of one process.
 """
 
 from engine.plugin import Plugin

@@ -26,7 +26,8 @@ _DATE = "strftime_now"
 
 
 def rendering_digest(model: ModelSpec, base: Path) -> str:
-    """Digest of the files of the model's tokenizer, template and processor, the spec's `model`, and the code that renders.
+    """Digest of the files of the model's tokenizer, template and processor, the spec's `model`, and the code that
+    renders.
 
     Raises:
         ModelError: The model's files are not there and cannot be fetched.

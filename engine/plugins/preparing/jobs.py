@@ -1,7 +1,7 @@
 """Jobs over many rows: from the cache, in this process, or in several.
 
-The first jobs run in this process. Workers start when the jobs have taken `ALONE` seconds, because a worker needs about as long to
-import what it needs.
+The first jobs run in this process. Workers start when the jobs have taken `ALONE` seconds, because a worker needs about
+as long to import what it needs.
 """
 
 from __future__ import annotations
@@ -38,10 +38,12 @@ _CHECK = 32
 
 
 class PreparedCache:
-    """Results on disk, under the digest of everything that they depend on. Nothing is ever out of date: other inputs have another digest.
+    """Results on disk, under the digest of everything that they depend on. Nothing is ever out of date: other inputs
+    have another digest.
 
-    An entry is complete or absent: it is written under a temporary name and renamed, and processes that write the same entry write the same
-    bytes. It holds the digest of its content, so a damaged one counts as absent. A cache that cannot be written only costs time.
+    An entry is complete or absent: it is written under a temporary name and renamed, and processes that write the same
+    entry write the same bytes. It holds the digest of its content, so a damaged one counts as absent. A cache that
+    cannot be written only costs time.
 
     Args:
         folder: The folder; created at the first entry.

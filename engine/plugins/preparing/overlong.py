@@ -1,7 +1,7 @@
 """Tasks whose prompt leaves no room for a turn: refused, or left out and counted, before the run (`tasks.overlong`).
 
-Prompts that are surely short enough are not tokenised: a token is at least one byte. The others are tokenised in parts, in several
-processes where that takes long, and their lengths are kept on disk (see `jobs.py`).
+Prompts that are surely short enough are not tokenised: a token is at least one byte. The others are tokenised in parts,
+in several processes where that takes long, and their lengths are kept on disk (see `jobs.py`).
 """
 
 from __future__ import annotations
@@ -95,7 +95,8 @@ class PromptLengths:
         return lengths
 
     def _jobs(self, tasks: TaskList, room: int, lengths: np.ndarray, places: list[list[int]]) -> Iterator[Job]:
-        """The prompts to tokenise, in parts. Sets the lengths of the others, and the tokens of images; `places` gets each part's tasks."""
+        """The prompts to tokenise, in parts. Sets the lengths of the others, and the tokens of images; `places` gets
+        each part's tasks."""
         part: list[list[Any]] = []
         mine: list[int] = []
         size = 0
@@ -148,7 +149,8 @@ class PromptLengths:
         )
 
     def _tokens_around(self, tools: list[dict[str, Any]]) -> int | None:
-        """Tokens that the template writes besides the messages: tools, a default system message. None if that is not known."""
+        """Tokens that the template writes besides the messages: tools, a default system message. None if that is not
+        known."""
         key = json_text(tools)
         if key != self._around[0]:
             try:
@@ -251,11 +253,12 @@ def _error(loaded: LoadedSpec, words: str) -> SpecError:
 
 
 def _measured(tasks: TaskList, loaded: LoadedSpec, template: ChatTemplate) -> tuple[np.ndarray, str]:
-    """Which tasks have a prompt that, with a turn of `limits.turn_tokens`, fits `limits.episode_tokens` and the model's context; bool
-    [tasks]. And what does not fit, in words; empty if all do.
+    """Which tasks have a prompt that, with a turn of `limits.turn_tokens`, fits `limits.episode_tokens` and the model's
+    context; bool [tasks]. And what does not fit, in words; empty if all do.
 
-    Counted are the prompt of the spec or the row, its images (other than URLs), the first messages of a `pure` environment, and the
-    schemas of its tools: of the row, or of the spec's functions. What the `reset` of other environments adds is not known here.
+    Counted are the prompt of the spec or the row, its images (other than URLs), the first messages of a `pure`
+    environment, and the schemas of its tools: of the row, or of the spec's functions. What the `reset` of other
+    environments adds is not known here.
     """
     spec = loaded.spec
     bounds = [most for most in (spec.limits.episode_tokens, spec.model.context, template.context) if most is not None]
@@ -268,7 +271,8 @@ def _measured(tasks: TaskList, loaded: LoadedSpec, template: ChatTemplate) -> tu
         return lengths <= room, ""
     first = int(long[0])
     words = (
-        f"{len(long)} of {len(tasks)} tasks have a prompt that leaves no room for a turn of {spec.limits.turn_tokens} within "
+        f"{len(long)} of {len(tasks)} tasks have a prompt that leaves no room for a turn of {spec.limits.turn_tokens} "
+        "within "
         f"{min(bounds)} tokens; the first is row {tasks[first].index + 1} with {lengths[first]} tokens"
     )
     return lengths <= room, words

@@ -1,4 +1,5 @@
-"""`engine replay` and `engine rescore`: stored episodes once more, without a model: rebuilt from their journals, or with other reward rules."""
+"""`engine replay` and `engine rescore`: stored episodes once more, without a model: rebuilt from their journals, or
+with other reward rules."""
 
 from __future__ import annotations
 
@@ -106,9 +107,9 @@ def rescore(
 ) -> None:
     """Score stored episodes with another spec's rewards. No model is called: the rules are applied to the journals.
 
-    The results of the run's own rules are kept; `engine show` and `engine export` take --score LABEL. A rule that cannot
-    be applied to an episode, or that would have led to another event, is a failure of that episode's score. Runs code that the run
-    names, as `engine replay` does.
+    The results of the run's own rules are kept; `engine show` and `engine export` take --score LABEL. A rule that
+    cannot be applied to an episode, or that would have led to another event, is a failure of that episode's score. Runs
+    code that the run names, as `engine replay` does.
     """
     import asyncio
 
@@ -140,7 +141,8 @@ async def _rescore(
     folder = find_run(run, out=out)
     if is_divided(folder):
         raise StoreError(
-            f"{run} is a sharded run: a score is written into the store of a run, and this one has many. Export its rows with "
+            f"{run} is a sharded run: a score is written into the store of a run, and this one has many. Export its "
+            "rows with "
             "another `rewards.credit` by `engine export --credit`, or run it with one driver"
         )
     with RunStore.open(folder) as store:

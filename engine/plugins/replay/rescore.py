@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from engine.tokens.template import ChatTemplate
 
 MATTERS = ("model", "prompt", "environment", "tools", "user", "users", "machine", "limits", "recover")
-"""Sections that decide the content of episodes. The other sections (how, where and how often was sampled) are not used."""
+"""Sections that decide the content of episodes. The other sections (how, where and how often was sampled) are not
+used."""
 
 
 @dataclass(slots=True)
@@ -99,7 +100,8 @@ def under(old: LoadedSpec, new: LoadedSpec) -> LoadedSpec:
         listed = "\n  ".join([*places[:8], *more])
         raise StoreError(
             f"{new.path}: this spec would have changed the episodes. Only `rewards.reassign`, "
-            f"`rewards.credit` and `rewards.placement` may differ (the answers of a scorer are in the journal):\n  {listed}"
+            "`rewards.credit` and `rewards.placement` may differ (the answers of a scorer are in the journal):\n  "
+            f"{listed}"
         )
     return replace(old, spec=old.spec.model_copy(update={"rewards": new.spec.rewards}))
 

@@ -10,7 +10,8 @@ from engine.validate.context import CheckContext, without_effect
 from engine.validate.registry import Finding, rule
 
 _OWN = ("tensorboard", "trackio", "wandb", "mlflow")
-"""The trackers of this plugin; each is the name of its package and of the extra that installs it. Of others nothing is known here."""
+"""The trackers of this plugin; each is the name of its package and of the extra that installs it. Of others nothing is
+known here."""
 _TRACKED = {
     "project": ("wandb", "trackio", "mlflow"),
     "name": ("wandb", "trackio", "mlflow"),

@@ -11,10 +11,12 @@ from engine.schemas.sections import NameOf, SpecSection
 
 
 class TrackingSpec(Contract):
-    """How a training is named in the trackers of `report_to`. A key that is set wins over the tracker's environment variable."""
+    """How a training is named in the trackers of `report_to`. A key that is set wins over the tracker's environment
+    variable."""
 
     project: str | None = Field(default=None, min_length=1)
-    """Project of Weights & Biases and trackio, experiment of MLflow. Default: their environment variable, else `episode-engine`."""
+    """Project of Weights & Biases and trackio, experiment of MLflow. Default: their environment variable, else
+    `episode-engine`."""
     name: str | None = Field(default=None, min_length=1)
     """Name of the run. Default: the training's name."""
     group: str | None = Field(default=None, min_length=1)

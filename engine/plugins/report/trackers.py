@@ -3,9 +3,9 @@
 Each is an extra of this package and is imported when a training names it. Their own environment variables apply
 (`WANDB_MODE`, `WANDB_PROJECT`, `TRACKIO_DIR`, `MLFLOW_TRACKING_URI`, `MLFLOW_EXPERIMENT_NAME` …).
 
-Each class is a few calls of the tracker's own package. `accelerate.tracking` has classes for the same four, but keeps no run
-id with which a resumed training continues its run, removes no steps of TensorBoard that a resume repeats, needs steps of
-Weights & Biases that only rise, and passes on names that MLflow rejects, such as `eval/pass@4`.
+Each class is a few calls of the tracker's own package. `accelerate.tracking` has classes for the same four, but keeps
+no run id with which a resumed training continues its run, removes no steps of TensorBoard that a resume repeats, needs
+steps of Weights & Biases that only rise, and passes on names that MLflow rejects, such as `eval/pass@4`.
 """
 
 from __future__ import annotations
@@ -198,7 +198,8 @@ def open_tracker(name: str, folder: Path, run: str, config: Mapping[str, Any], t
     """Open a tracker for a run. Arguments as those of `Tracker`; `name` is a value of `train.report_to`.
 
     Raises:
-        TrainError: Kind `train_setup`: the tracker is not installed or could not start; the message names the package to install.
+        TrainError: Kind `train_setup`: the tracker is not installed or could not start; the message names the package
+            to install.
     """
     face = next(face for face in installed().plugins.values() if name in face.trackers)
     try:

@@ -37,8 +37,9 @@ def compact(
 ) -> None:
     """Drop tokens, messages and journals of a training's episodes, and shrink the file of its run store.
 
-    What stays is `rollout.keep` of the training's spec, with the options given here in its place. Nothing that a resume of the
-    training needs is dropped, and outcome, reward and counts of each episode stay. The training must not be running.
+    What stays is `rollout.keep` of the training's spec, with the options given here in its place. Nothing that a resume
+    of the training needs is dropped, and outcome, reward and counts of each episode stay. The training must not be
+    running.
     """
     from engine.plugins.retention.keep import compact_training
     from engine.store.training import find_training, read_header
@@ -119,7 +120,8 @@ def disk_lines(compacted: Compacted) -> list[str]:
     lines = []
     if compacted.total.episodes:
         lines.append(
-            f"Dropped since the training began: {compacted.total.episodes} episodes, {size_words(compacted.total.size)} of content"
+            f"Dropped since the training began: {compacted.total.episodes} episodes, "
+            f"{size_words(compacted.total.size)} of content"
         )
     if compacted.images:
         lines.append(f"Dropped images: {compacted.images}, {size_words(compacted.image_size)}")

@@ -1,8 +1,9 @@
-"""Compaction of a run that nobody writes: drop the content of episodes and the images that only they show, and shrink the file.
+"""Compaction of a run that nobody writes: drop the content of episodes and the images that only they show, and shrink
+the file.
 
 Invariants:
-- Each group of episodes is dropped in one commit, and `VACUUM` is one transaction: a process that is killed, or a full disk, leaves a
-  complete file, in which each episode has all of its content or none. The next compaction continues.
+- Each group of episodes is dropped in one commit, and `VACUUM` is one transaction: a process that is killed, or a full
+  disk, leaves a complete file, in which each episode has all of its content or none. The next compaction continues.
 - The caller names the episodes: this module does not know which of them a resume needs.
 """
 
@@ -88,8 +89,10 @@ def compact(folder: Path, groups: Iterable[Sequence[str]], *, keep_failed: bool)
                 connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         except sqlite3.Error as error:
             compacted.problem = (
-                f"{path} could not be shrunk: {error}. It needs as much free space as the content that is left, in the folder of "
-                "the run and in that of temporary files (SQLITE_TMPDIR). Nothing is lost; free space and run `engine compact` again"
+                f"{path} could not be shrunk: {error}. It needs as much free space as the content that is left, in the "
+                "folder of "
+                "the run and in that of temporary files (SQLITE_TMPDIR). Nothing is lost; free space and run "
+                "`engine compact` again"
             )
         compacted.after, compacted.total = space(connection), read_dropped(connection)
         return compacted
@@ -126,7 +129,8 @@ def _commit(connection: sqlite3.Connection) -> Iterator[None]:
 
 
 def _drop_images(connection: sqlite3.Connection, compacted: Compacted) -> None:
-    """Delete the images that no journal, trajectory or task of the run names. Only while no episode runs: it stores images first."""
+    """Delete the images that no journal, trajectory or task of the run names. Only while no episode runs: it stores
+    images first."""
     sizes: dict[str, int] = dict(connection.execute("SELECT digest, length(bytes) FROM images"))
     if not sizes:
         return

@@ -2,8 +2,9 @@
 
 Invariants:
 - Groups are kept or dropped whole, because the advantages of an episode are computed from its group.
-- A group is dropped only if the batch log says that it was consumed, in a step that no resume repeats: none after the oldest of the
-  newest `checkpoints.keep` checkpoints. So a resume from any of these checkpoints finds each episode that it needs.
+- A group is dropped only if the batch log says that it was consumed, in a step that no resume repeats: none after the
+  oldest of the newest `checkpoints.keep` checkpoints. So a resume from any of these checkpoints finds each episode that
+  it needs.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ class DropPlan:
     until: int = 0
     """The newest step of which groups are dropped."""
     repeated: int = 0
-    """The steps after this one are repeated by a resume from the oldest checkpoint that counts; 0 without a checkpoint."""
+    """The steps after this one are repeated by a resume from the oldest checkpoint that counts; 0 without a
+    checkpoint."""
     stay: Counter[str] = field(default_factory=Counter)
     """Number of consumed groups that stay, by the reason."""
 
@@ -75,7 +77,8 @@ def plan(
 
 
 def in_sample(task_id: str, fraction: float) -> bool:
-    """Whether a group is in the sample. It depends on its task and epoch only, so each compaction keeps the same groups."""
+    """Whether a group is in the sample. It depends on its task and epoch only, so each compaction keeps the same
+    groups."""
     digest = hashlib.sha256(task_id.encode()).digest()
     return int.from_bytes(digest[:8], "big") < fraction * 2**64
 

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 class KeepSpec(SpecSection):
     """Which groups of episodes a training keeps in its store. A group stays if one of the keys holds for it.
 
-    After each checkpoint the tokens, messages and journals of the others are dropped, except those that a resume needs; their
-    outcome, reward and counts stay. All episodes stay if it is not set.
+    After each checkpoint the tokens, messages and journals of the others are dropped, except those that a resume needs;
+    their outcome, reward and counts stay. All episodes stay if it is not set.
     """
 
     NULLABLE: ClassVar[bool] = True

@@ -1,6 +1,8 @@
-"""Drops stored episodes while a training runs: only after a checkpoint, and only what no resume from a kept checkpoint needs.
+"""Drops stored episodes while a training runs: only after a checkpoint, and only what no resume from a kept checkpoint
+needs.
 
-Each group is dropped whole or not at all. What cannot be dropped is tried again after the next checkpoint, and by `engine compact`.
+Each group is dropped whole or not at all. What cannot be dropped is tried again after the next checkpoint, and by
+`engine compact`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The model-played judge: it gives an episode its final rewards.
 
 Invariant: the judge sees the task and the policy's replies, and nothing that a user, a tool or the environment
-returned, so none of that is graded as the policy's. If no score can be parsed, the judge is asked again, and then fails; it is never
-a score of zero.
+returned, so none of that is graded as the policy's. If no score can be parsed, the judge is asked again, and then
+fails; it is never a score of zero.
 """
 
 from __future__ import annotations

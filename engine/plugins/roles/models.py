@@ -1,8 +1,8 @@
 """Model-played users and judges: models other than the policy that reply in an episode.
 
 A role's model is reached through the same `Backend` protocol as the policy, with its own chat format. Where it has the
-policy's weights and declares no backend, its requests go to the policy's backend; roles with the same weights and the same
-backend share one.
+policy's weights and declares no backend, its requests go to the policy's backend; roles with the same weights and the
+same backend share one.
 
 Invariant: no reply of a role's model is written to the tape. Its reasoning does not leave this file, its tokens are
 counted and dropped, and its errors are blamed on its role, never on the policy.
@@ -121,7 +121,8 @@ class ModelUser:
         return turn
 
     def prompt(self, view: EpisodeView, verdict: str = "") -> list[Message]:
-        """The model's prompt: the spec's prompt and, if that names neither dialogue nor reply, the dialogue with swapped roles."""
+        """The model's prompt: the spec's prompt and, if that names neither dialogue nor reply, the dialogue with
+        swapped roles."""
         dialogue = dialogue_of(view)
         fields = self._fields(view, verdict)
         prompt = [Message(role=item.role, content=fill(item.content, fields)) for item in self._spec.prompt]
@@ -144,7 +145,8 @@ class ModelUser:
 def dialogue_of(view: EpisodeView) -> list[tuple[str, str]]:
     """(role, text) of the visible messages of the episode, from the last message before its first turn.
 
-    Consecutive messages of one role are joined; an empty assistant message gets a placeholder where the user is to answer it.
+    Consecutive messages of one role are joined; an empty assistant message gets a placeholder where the user is to
+    answer it.
     """
     messages = list(view.messages)
     replies = [index for index, message in enumerate(messages) if message.role == "assistant"]
@@ -237,8 +239,8 @@ class RoleModel:
     """The model of one role. All episodes share it.
 
     Args:
-        role: Its name, such as `user` or `judge`, which marks its requests in a shared backend; sampling and limits; the blame and the
-            kinds of its failures.
+        role: Its name, such as `user` or `judge`, which marks its requests in a shared backend; sampling and limits;
+            the blame and the kinds of its failures.
         format: Chat format of this model.
         served: The backend that serves it.
         base_model: Requests use the base model, even while the policy is an adapter in the backend.
@@ -281,7 +283,8 @@ class RoleModel:
             episode_id: Id of the episode.
             turn: Index of this answer among the role's answers, from 0.
             seed: Sampling seed.
-            intended: For each of the first messages, where special tokens are intended as tokens; see `MessageViews.of`.
+            intended: For each of the first messages, where special tokens are intended as tokens; see
+                `MessageViews.of`.
 
         Raises:
             SpecCodeError: no reply; the blame is the role's and the kind `<role>_<kind of the backend's error>`.
@@ -361,7 +364,8 @@ def without_reasoning(text: str) -> str:
 
 
 class RoleModels(EpisodeService):
-    """The models of all roles of a spec, by the path where each is declared. `start` loads formats and opens backends."""
+    """The models of all roles of a spec, by the path where each is declared. `start` loads formats and opens
+    backends."""
 
     def __init__(self, inputs: ServiceInputs) -> None:
         self._inputs = inputs

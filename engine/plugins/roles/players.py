@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from engine.spec.text.diagnostic import DataPath
 
 USER_FIELDS = ("task", "reply", "dialogue", "verdict", "turn")
-"""Fields of a user's prompt: the task's fields, the policy's newest reply, the dialogue as text, the grader's text, and the
-number of the user's earlier answers."""
+"""Fields of a user's prompt: the task's fields, the policy's newest reply, the dialogue as text, the grader's text, and
+the number of the user's earlier answers."""
 JUDGE_FIELDS = ("task", "reply", "replies", "turn")
 """What a judge's prompt may name: the task's fields, the reply that is judged, all replies up to it, and its turn."""
 
@@ -89,7 +89,8 @@ def frozen_refusal(name: str, spec: EpisodeSpec) -> tuple[str, str]:
     how = "the adapter is sent merged into the weights" if lora else "all weights are trained"
     return (
         f"the model of `{name}` would have the newest weights of the policy: it is on the same servers, and {how}",
-        "give it a `backend` of its own (other servers), train an adapter (`train.lora`, `weight_sync.method: adapter`), or "
+        "give it a `backend` of its own (other servers), train an adapter (`train.lora`, "
+        "`weight_sync.method: adapter`), or "
         "write `weights: policy`",
     )
 

@@ -1,4 +1,5 @@
-"""A spec, an environment, replies, scenarios and a test to start from: `engine new`. `templates/` has a folder for each kind."""
+"""A spec, an environment, replies, scenarios and a test to start from: `engine new`. `templates/` has a folder for each
+kind."""
 
 from engine.plugin import Plugin
 

@@ -1,7 +1,7 @@
 """`engine new`: writes a spec, an environment, scripted replies, scenarios and a test to start from.
 
-Invariant: existing files are never overwritten, and a scaffold that cannot be written completely is removed. No file holds a path
-of this machine, so the folder can be moved and shared.
+Invariant: existing files are never overwritten, and a scaffold that cannot be written completely is removed. No file
+holds a path of this machine, so the folder can be moved and shared.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ def new(
     kind: Annotated[
         Kind,
         typer.Option(
-            help="tools: tools and a score at the end. user: a user who gives feedback, and a tool. game: an environment of one "
+            help="tools: tools and a score at the end. user: a user who gives feedback, and a tool. game: an "
+            "environment of one "
             "function that answers each reply. vision: the same with pictures. judge: a model as judge."
         ),
     ] = Kind.USER,

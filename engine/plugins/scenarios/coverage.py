@@ -1,7 +1,7 @@
 """Counts the transitions of a machine that scenarios take.
 
-Invariant: transitions with the same state, event and destination are counted separately, by evaluating their conditions on the
-values that the machine used.
+Invariant: transitions with the same state, event and destination are counted separately, by evaluating their conditions
+on the values that the machine used.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ class Watcher:
         self._guards = {text: Guard(text) for t in machine.transitions if (text := t.conditions) is not None}
 
     def __call__(self, episode: Episode, state: str, event: str) -> None:
-        """Count a transition. Called by `Executor` after the episode has moved and before a value that a guard reads changes."""
+        """Count a transition. Called by `Executor` after the episode has moved and before a value that a guard reads
+        changes."""
         for trigger in dict.fromkeys((event, FAILED)):  # an event that cannot be handled is a failure
             transition = self._first(episode, state, trigger)
             if transition is not None:
@@ -87,7 +88,8 @@ class Coverage:
 
 
 def coverage_of(loaded: LoadedSpec, taken: Sequence[Edge]) -> Coverage:
-    """Compute the coverage of the spec's machine (without the `set` of scenarios) from the transitions that were taken."""
+    """Compute the coverage of the spec's machine (without the `set` of scenarios) from the transitions that were
+    taken."""
     context = CheckContext(loaded)
     live = [
         t

@@ -1,6 +1,7 @@
 """The parts of a scenario from an episode's records: replies, scripted answers, the task, and the expected result.
 
-Invariant: a part is plain values, as they are written in a file of scenarios; a key that is empty or has its default is left out.
+Invariant: a part is plain values, as they are written in a file of scenarios; a key that is empty or has its default is
+left out.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Loads the scenarios of a spec and checks that they match it, also for `engine validate`, which runs nothing.
 
-Invariant: a scenario that refers to something that its spec does not have is refused before it is played, with file, line and
-column, like a mistake in a spec.
+Invariant: a scenario that refers to something that its spec does not have is refused before it is played, with file,
+line and column, like a mistake in a spec.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ def is_scenarios(path: Path, access: Access | None = None) -> bool:
 
 
 def spec_of(path: Path, access: Access | None = None) -> Path:
-    """Return the spec of a path: the file itself or, for a file of scenarios, the spec that it names or the one beside it."""
+    """Return the spec of a path: the file itself or, for a file of scenarios, the spec that it names or the one beside
+    it."""
     if path.suffix not in ENDINGS:
         return path
     if (named := _named_spec(path, access)) is not None:
@@ -83,7 +84,8 @@ def files_of_scenarios(path: Path) -> list[Path]:
 
 
 def _named_spec(path: Path, access: Access | None) -> str | None:
-    """The value of `scenarios_of` in a file; None if it has none, or cannot be read, which reading it as a spec reports."""
+    """The value of `scenarios_of` in a file; None if it has none, or cannot be read, which reading it as a spec
+    reports."""
     try:
         data = (access or Access()).read(path, MAX_BYTES)
     except (OSError, ValueError):
@@ -188,7 +190,8 @@ class ScenarioSpecs:
 
 
 def _overrides(scenarios: ScenarioSet, index: int) -> dict[str, Origin | None]:
-    """Return the overrides of a scenario in the form of `--set`, each with its place; those of the whole file come first."""
+    """Return the overrides of a scenario in the form of `--set`, each with its place; those of the whole file come
+    first."""
     common = {key: (value, scenarios.document.origin(("set", key))) for key, value in scenarios.file.set.items()}
     of_scenario = scenarios.file.scenarios[index].set
     here = {key: (value, scenarios.origin(index, "set", key)) for key, value in of_scenario.items()}
@@ -280,7 +283,8 @@ def _near(name: str, known: Iterable[str]) -> str:
 def scenario_problems(
     path: Path, overrides: Sequence[str] = (), access: Access | None = None
 ) -> tuple[list[Diagnostic], bool, list[str]] | None:
-    """Return the findings in a file of scenarios, whether it could not be read, and the rules that were skipped; None for another file.
+    """Return the findings in a file of scenarios, whether it could not be read, and the rules that were skipped; None
+    for another file.
 
     Args:
         path: The file.

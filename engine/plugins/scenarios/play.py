@@ -2,8 +2,9 @@
 
 Invariants:
 - The result depends only on the spec, the scenario and the tokenizer. Nothing is written to disk.
-- A scripted answer replaces only the spec's own code; anything that a scenario does not script runs for real. Deadlines, checks of what
-  is returned, the validation of a call's arguments, rewards and facts are the engine's, as in a run.
+- A scripted answer replaces only the spec's own code; anything that a scenario does not script runs for real.
+  Deadlines, checks of what is returned, the validation of a call's arguments, rewards and facts are the engine's, as in
+  a run.
 """
 
 from __future__ import annotations
@@ -101,7 +102,8 @@ class ScriptedUser:
 
     @property
     def respond(self) -> Callable[..., Any]:
-        """The function that gives the next answer. It is a property, because a real user may be `async` and a scripted one is not."""
+        """The function that gives the next answer. It is a property, because a real user may be `async` and a scripted
+        one is not."""
         answer = next(self._answers, None)
         if answer is None:
             real: Callable[..., Any] = self._real.respond

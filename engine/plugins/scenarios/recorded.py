@@ -3,9 +3,10 @@
     text = recorded_scenario(store, "17/0", formats, folder=Path("tests")).text
     add_scenario(store, "17/0", formats, Path("tests/regressions.yaml"))
 
-Replies are scripted. Everything else runs for real where that gives the recorded answer again: users, tools and environments
-that are not `external`. Answers of external code, of models that play a role, and the time at which an episode ran out of it, are
-scripted with what the journal holds. If code that runs for real answers otherwise, all its answers are scripted, and a note says so.
+Replies are scripted. Everything else runs for real where that gives the recorded answer again: users, tools and
+environments that are not `external`. Answers of external code, of models that play a role, and the time at which an
+episode ran out of it, are scripted with what the journal holds. If code that runs for real answers otherwise, all its
+answers are scripted, and a note says so.
 
 Invariant: a scenario that is given out was played, and its result was the recorded one.
 """
@@ -62,7 +63,8 @@ class RecordedScenario:
 
 
 def record_scenario(store: RunReader, episode_id: str, path: Path | None) -> RecordedScenario:
-    """Make a scenario of a finished episode and play it; with a path, add it to that file. For errors see the two functions."""
+    """Make a scenario of a finished episode and play it; with a path, add it to that file. For errors see the two
+    functions."""
     formats = Formats()
     if path is None:
         return recorded_scenario(store, episode_id, formats)
@@ -72,13 +74,15 @@ def record_scenario(store: RunReader, episode_id: str, path: Path | None) -> Rec
 def recorded_scenario(
     store: RunReader, episode_id: str, formats: Formats, *, folder: Path | None = None
 ) -> RecordedScenario:
-    """Make a scenario of a finished episode and play it. Runs an event loop of its own: call it in a thread where one runs.
+    """Make a scenario of a finished episode and play it. Runs an event loop of its own: call it in a thread where one
+    runs.
 
     Args:
         store: The run.
         episode_id: The episode.
         formats: Chat formats.
-        folder: Where the file will lie; by default beside the spec. The path of the spec in it is relative to this folder.
+        folder: Where the file will lie; by default beside the spec. The path of the spec in it is relative to this
+            folder.
 
     Raises:
         StoreError: the run has no such finished episode, or the scenario does not have the recorded result.
@@ -99,7 +103,8 @@ def recorded_scenario(
         if not faults:
             return RecordedScenario(scenario["name"], text, notes)
     raise StoreError(
-        f"{episode_id}: played as a scenario of {spec}, it has another result than the recorded one; nothing is written. Have the "
+        f"{episode_id}: played as a scenario of {spec}, it has another result than the recorded one; nothing is "
+        "written. Have the "
         f"spec, its code or the tokenizer changed since the run?\n{faults}"
     )
 

@@ -1,6 +1,7 @@
 """Scenarios, the tests of a spec: scripted episodes and their expected results.
 
-Invariant: a scenario scripts answers, never what the engine does with them. Anything a scenario does not script runs for
+Invariant: a scenario scripts answers, never what the engine does with them. Anything a scenario does not script runs
+for
 real: the task, the tools, the user, the environment.
 """
 

@@ -1,4 +1,5 @@
-"""Plays every scenario of a spec, compares the results with the expectations, and finds transitions that no scenario takes.
+"""Plays every scenario of a spec, compares the results with the expectations, and finds transitions that no scenario
+takes.
 
 Invariant: only what a scenario states is compared, with one exception: a failure that it does not state is a
 difference. A difference is shown as a diff: `-` is expected, `+` is the result, other lines agree.

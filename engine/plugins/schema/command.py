@@ -23,8 +23,8 @@ def generated() -> dict[Path, str]:
 
 
 def stale(root: Path) -> Iterator[Path]:
-    """Yield generated files that are missing or out of date, and schema files that should not exist: those of a plugin that is not
-    installed may."""
+    """Yield generated files that are missing or out of date, and schema files that should not exist: those of a plugin
+    that is not installed may."""
     wanted = generated()
     for path, text in wanted.items():
         file = root / path

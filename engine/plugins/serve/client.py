@@ -1,11 +1,12 @@
-"""A client of `engine serve SPEC`: groups of finished episodes as Arrow record batches. It needs httpx and pyarrow, and nothing else.
+"""A client of `engine serve SPEC`: groups of finished episodes as Arrow record batches. It needs httpx and pyarrow, and
+nothing else.
 
     with GroupClient("http://127.0.0.1:8700", token_file="token") as client:
         for group in client.groups("step-1", count=8, version=0):
             train(group.batch)                       # columns: docs/rows.md
 
-A lost or restarted service is waited for, and each group arrives exactly once. The three sums of a group are compared with what arrived.
-This file may be copied alone.
+A lost or restarted service is waited for, and each group arrives exactly once. The three sums of a group are compared
+with what arrived. This file may be copied alone.
 """
 
 from __future__ import annotations
@@ -133,7 +134,8 @@ class GroupClient:
         """Yield the groups of a request, each once, in the order in which they finish.
 
         Args:
-            id: Its name, which you choose. The same name gets the same groups again, also after a restart of either side.
+            id: Its name, which you choose. The same name gets the same groups again, also after a restart of either
+                side.
             tasks: Ids of tasks, or `next`: the next `count` ones.
             count: Number of groups of `next`; 1 if it is not given.
             samples: Episodes of each group; by default the spec's `rollout.samples_per_task`.

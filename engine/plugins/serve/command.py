@@ -50,14 +50,17 @@ def serve(
 ) -> None:
     """Run episodes for programs in other processes.
 
-    Without --api: `POST /groups` runs groups of episodes for a trainer, and sends their training rows (docs/rows.md). The token is that of
-    EPISODE_ENGINE_TOKEN or --token-file; without both, one is made and written to the file `token` of the run's folder.
+    Without --api: `POST /groups` runs groups of episodes for a trainer, and sends their training rows (docs/rows.md).
+    The token is that of EPISODE_ENGINE_TOKEN or --token-file; without both, one is made and written to the file `token`
+    of the run's folder.
 
-    With --api, programs that run elsewhere open episodes, talk to the model, post rewards, and end them: `POST /episodes` with the token of EPISODE_ENGINE_TOKEN (without it, one is made and printed) opens an episode and returns its
-    key, base_url and task. Finished episodes are stored as by `engine run`. Ctrl-C ends the service; `--resume` goes on.
+    With --api, programs that run elsewhere open episodes, talk to the model, post rewards, and end them:
+    `POST /episodes` with the token of EPISODE_ENGINE_TOKEN (without it, one is made and printed) opens an episode and
+    returns its key, base_url and task. Finished episodes are stored as by `engine run`. Ctrl-C ends the service;
+    `--resume` goes on.
 
-    Exit status: 130 after Ctrl-C; 143 after SIGTERM; 1 when the spec is invalid or an episode could not be finished; 2 when the command line is
-    wrong or the port is in use; 3 when no server can be reached.
+    Exit status: 130 after Ctrl-C; 143 after SIGTERM; 1 when the spec is invalid or an episode could not be finished; 2
+    when the command line is wrong or the port is in use; 3 when no server can be reached.
     """
     from engine.cli.console import make_console
     from engine.cli.run import prepare

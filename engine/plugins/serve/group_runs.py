@@ -1,9 +1,11 @@
-"""Runs the groups of requests, each with the sampling of its request: `engine.plugins.serve.groups` answers the requests.
+"""Runs the groups of requests, each with the sampling of its request: `engine.plugins.serve.groups` answers the
+requests.
 
 Invariants:
 - An episode that is finished is read from the store; nothing finished is run again.
 - All runners share the store, the backend and the limit of live episodes.
-- A group that began more than `max_staleness` versions before the trainer's present one is left out; if it still runs, it is cancelled.
+- A group that began more than `max_staleness` versions before the trainer's present one is left out; if it still runs,
+  it is cancelled.
 """
 
 from __future__ import annotations
@@ -143,7 +145,8 @@ class GroupRuns:
         return _key(sampling) in self._runners
 
     async def runner_of(self, request: TakenRequest) -> GroupRunner:
-        """The runner of groups with a request's sampling. All share the store, the backend and the limit of live episodes."""
+        """The runner of groups with a request's sampling. All share the store, the backend and the limit of live
+        episodes."""
         key = _key(request.sampling)
         async with self._making:
             if key not in self._runners:
@@ -229,7 +232,8 @@ def _outcome(trajectory: Trajectory) -> dict[str, Any]:
 
 
 def _sums(rows: Sequence[TrainingRow]) -> dict[str, float]:
-    """Tokens, trained tokens, and the sum of the absolute advantages of the trained ones, which a client compares with its own."""
+    """Tokens, trained tokens, and the sum of the absolute advantages of the trained ones, which a client compares with
+    its own."""
     return {
         "tokens": sum(len(row.branch.input_ids) for row in rows),
         "trained": sum(len(row.places) for row in rows),

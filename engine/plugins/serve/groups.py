@@ -1,9 +1,10 @@
 """Groups of episodes for trainers in other processes: `engine serve SPEC`. docs/rows.md has the interface.
 
 Invariants:
-- A request is known by its id. Repeated, it gets the same groups: finished episodes come from the store, the others continue from
-  their journals.
-- A group begins only while fewer than `ahead` groups of its request run or wait to be read: a slow reader stops the sampling.
+- A request is known by its id. Repeated, it gets the same groups: finished episodes come from the store, the others
+  continue from their journals.
+- A group begins only while fewer than `ahead` groups of its request run or wait to be read: a slow reader stops the
+  sampling.
 - A request whose reader has gone, or that is cancelled, holds no slot.
 """
 
@@ -65,12 +66,12 @@ def refuse_unserved(loaded: LoadedSpec, trainer: str | None = None) -> None:
     train, credit = loaded.spec.train or TrainSpec(), loaded.spec.rewards.credit
     problems = {
         f"`rewards.credit: {credit.method}` needs a critic's values, which only the trainer has": credit.needs_values,
-        "`train.kl.in: reward` needs the log-probs of a reference model; use `in: loss`, or subtract the penalty in the trainer": train.kl.in_reward,
-        "`train.advantage_norm: batch` needs the whole batch; set it to `none`, and whiten in the trainer": train.advantage_norm
-        == "batch",
-        "`train.dynamic_sampling` replaces groups; remove it (each group says whether it has a signal)": "dynamic_sampling"
-        in train.model_fields_set
-        and train.dynamic_sampling,
+        "`train.kl.in: reward` needs the log-probs of a reference model; use `in: loss`, or subtract the penalty in "
+        "the trainer": train.kl.in_reward,
+        "`train.advantage_norm: batch` needs the whole batch; set it to `none`, and whiten in "
+        "the trainer": train.advantage_norm == "batch",
+        "`train.dynamic_sampling` replaces groups; remove it (each group says whether it has a "
+        "signal)": "dynamic_sampling" in train.model_fields_set and train.dynamic_sampling,
         "`train.difficulty` chooses tasks over steps; remove it": "difficulty" in written(loaded.spec),
         "`train.asynchrony.oversample` cancels slow groups; set it to 1": train.asynchrony.oversample > 1.0,
     }
@@ -95,7 +96,8 @@ class GroupService:
         token: The bearer token.
         halt: Called with an error that stops the service.
         max_requests: Maximum number of requests that are answered at the same time.
-        ahead: Maximum number of groups of a request that run or wait to be read. Default: as many as the live episodes make.
+        ahead: Maximum number of groups of a request that run or wait to be read. Default: as many as the live episodes
+            make.
         reader: Reads the run's episodes, where its drivers have stores of their own. Default: `store`.
 
     Raises:
@@ -139,7 +141,8 @@ class GroupService:
         return self._runs.running() > 0
 
     async def close(self) -> None:
-        """Answer no more requests. Running groups stop at the end of their journals, and each open stream ends with an error."""
+        """Answer no more requests. Running groups stop at the end of their journals, and each open stream ends with an
+        error."""
         self._closing = True
         opened = list(self._open.values())
         for each in opened:
@@ -172,7 +175,8 @@ class GroupService:
         if version and not (declared.scripted or (declared.weights_in_servers and declared.reports_versions)):
             raise ServiceError(
                 409,
-                f"`version` {version}: the {declared.kind_name()} backend has no weights that a trainer elsewhere can change, or does not report "
+                f"`version` {version}: the {declared.kind_name()} backend has no weights that a trainer elsewhere can "
+                "change, or does not report "
                 "the version of a token; use `backend: {kind: sglang}`",
                 "no_versions",
             )

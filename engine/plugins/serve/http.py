@@ -4,9 +4,10 @@
     service.add("POST", "/episodes", open_episode)                  # async (Call) -> Answer; needs the token
     address = await server_of_loop().listen("127.0.0.1", 0, service)
 
-The port is that of the model endpoint (`engine.plugins.agents.server`): a request that no route takes goes to it. A handler that raises
-`ServiceError` is answered with its status; the error has the form `{"error": {"message", "code"}}`. The token is checked from the head: before it,
-no body is read, and no answer depends on what the service holds.
+The port is that of the model endpoint (`engine.plugins.agents.server`): a request that no route takes goes to it. A
+handler that raises `ServiceError` is answered with its status; the error has the form `{"error": {"message", "code"}}`.
+The token is
+checked from the head: before it, no body is read, and no answer depends on what the service holds.
 """
 
 from __future__ import annotations
@@ -82,7 +83,8 @@ class Answer(Struct, frozen=True):
 
 
 class Stream(Struct, frozen=True):
-    """The answer of a route that is sent in parts. A part is taken when the parts before it are sent, so a slow reader slows it down."""
+    """The answer of a route that is sent in parts. A part is taken when the parts before it are sent, so a slow reader
+    slows it down."""
 
     content_type: str
     parts: AsyncGenerator[bytes, None]

@@ -1,7 +1,7 @@
 """The requests for groups that a service has taken, in a file beside the run's store.
 
-Invariant: a request is on the disk before any of its episodes begins. So after `kill -9` a repeated request has the same tasks, and
-its finished episodes are found in the store.
+Invariant: a request is on the disk before any of its episodes begins. So after `kill -9` a repeated request has the
+same tasks, and its finished episodes are found in the store.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Groups on the wire: an Arrow IPC stream, or JSON lines. docs/rows.md has the format.
 
-Invariant: both forms have the same rows; each group comes with its three sums, which the reader compares with what it has read.
+Invariant: both forms have the same rows; each group comes with its three sums, which the reader compares with what it
+has read.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ NOTE = "note"
 
 @cache
 def wire_schema() -> pa.Schema:
-    """The columns of a training row (docs/rows.md), and `image_data`: the bytes of images that no row before it in the group has."""
+    """The columns of a training row (docs/rows.md), and `image_data`: the bytes of images that no row before it in the
+    group has."""
     import pyarrow as pa
 
     image = pa.struct([("image", pa.string()), ("mime", pa.string()), ("data", pa.binary())])

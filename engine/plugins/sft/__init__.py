@@ -2,7 +2,8 @@
 
 spec.py            the section `train.data`, the keys of `train` that this kind reads, and its loss
 steps.py           the batches of a training
-demonstrations.py  the rows: which are trained on, and in which order; row_facts.py: what is read of each before a training begins
+demonstrations.py  the rows: which are trained on, and in which order; row_facts.py: what is read of each before a
+training begins
 rendered_rows.py   ids of rows of chat APIs, which have messages only
 rules.py           its rules of `engine validate`
 """

@@ -1,13 +1,16 @@
-"""The rows of a training on written episodes (`train.kind: sft`). Those of a step depend on files, `train.data`, `train.seed` and the step alone.
+"""The rows of a training on written episodes (`train.kind: sft`). Those of a step depend on files, `train.data`,
+`train.seed` and the step alone.
 
     data = Demonstrations(loaded)          # reads all files once
     data.rows(data.batch(step=0, most=None))
 
-An episode is used as a whole: all rows (branches) that `engine export` wrote for it. Each sampled token of an episode is in one of
-them. Rows stay in their files; the index has a few bytes per row. Rows of a chat API have no ids: they are rendered for the model, in memory.
+An episode is used as a whole: all rows (branches) that `engine export` wrote for it. Each sampled token of an episode
+is in one of them. Rows stay in their files; the index has a few bytes per row. Rows of a chat API have no ids: they are
+rendered for the model, in memory.
 
 Invariants:
-- The episodes of a step depend on the files, `train.data`, `train.seed` and the step alone, so a resumed training has the same.
+- The episodes of a step depend on the files, `train.data`, `train.seed` and the step alone, so a resumed training has
+  the same.
 - A row is trained on at most once per epoch: a copy in another file is left out, and counted.
 """
 
@@ -107,7 +110,8 @@ def files_of(loaded: LoadedSpec) -> list[Path]:
         if not paths or any(file.suffix not in SUFFIXES for file in paths):
             what = "is not a file of `engine export`" if paths else "does not exist, or is a folder without such files"
             raise TrainError(
-                f"{loaded.origin(at)}: `train.data.path`: {path} {what}; write rows with `engine export RUN --format jsonl`",
+                f"{loaded.origin(at)}: `train.data.path`: {path} {what}; write rows with "
+                "`engine export RUN --format jsonl`",
                 kind="train_setup",
             )
         files += paths
@@ -128,8 +132,8 @@ class Demonstrations:
         loaded: The spec.
 
     Raises:
-        TrainError: kind `train_setup`: a file cannot be read, or a row is not a row of `engine export`; kind `no_data`: no row can
-            be trained on.
+        TrainError: kind `train_setup`: a file cannot be read, or a row is not a row of `engine export`; kind `no_data`:
+            no row can be trained on.
     """
 
     def __init__(self, loaded: LoadedSpec) -> None:
@@ -267,14 +271,17 @@ class Demonstrations:
     # --- the model ------------------------------------------------------------------------------------------
 
     def check_model(self, template: ChatTemplate) -> None:
-        """Check that the rows are of a model with this tokenizer, and give the image processor the tensors beside the files.
+        """Check that the rows are of a model with this tokenizer, and give the image processor the tensors beside the
+        files.
 
         Raises:
-            TrainError: kind `train_setup`: ids or lengths are not of this model, or a row has images and the model none.
+            TrainError: kind `train_setup`: ids or lengths are not of this model, or a row has images and the model
+                none.
         """
         if self.largest_id >= template.vocab_size or (template.context is not None and self.longest > template.context):
             raise TrainError(
-                f"`train.data`: the rows have ids up to {self.largest_id} and up to {self.longest} tokens; the model has ids below "
+                f"`train.data`: the rows have ids up to {self.largest_id} and up to {self.longest} tokens; the model "
+                "has ids below "
                 f"{template.vocab_size} and a context of {template.context} tokens. Export rows of this model",
                 kind="train_setup",
             )
@@ -323,7 +330,8 @@ def _check_text(columns: Columns, template: ChatTemplate, file: Path) -> None:
         return
     model = (columns.get("metadata") or {}).get("model", "another model")
     raise TrainError(
-        f"{file}: the ids of {columns['episode_id']}, decoded with this model's tokenizer, do not contain the user's message: the rows "
+        f"{file}: the ids of {columns['episode_id']}, decoded with this model's tokenizer, do not contain the user's "
+        "message: the rows "
         f"are of `{model}`. Train a model with the same tokenizer, or run the episodes again with this one",
         kind="train_setup",
     )

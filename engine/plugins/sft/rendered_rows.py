@@ -1,7 +1,9 @@
-"""Rows for fine-tuning that have messages and no ids, because a chat API sampled them, rendered for the model that is trained.
+"""Rows for fine-tuning that have messages and no ids, because a chat API sampled them, rendered for the model that is
+trained.
 
 Invariants:
-- The tokens of a trained reply are what the chat template writes for it after its prompt, up to and with its stop token.
+- The tokens of a trained reply are what the chat template writes for it after its prompt, up to and with its stop
+  token.
 - Each reply that a row names in `message_turns` is trained in exactly one rendered row, or counted as left out.
 - Replies share a row as long as the template shows what is before a reply as the row has it; else a new row begins.
 """
@@ -80,7 +82,8 @@ def _rendered(fields: Any, template: ChatTemplate, left_out: Counter[str]) -> li
 def _reply(
     messages: Sequence[Message], tools: list[dict[str, Any]] | None, template: ChatTemplate
 ) -> tuple[list[int], list[int]]:
-    """Ids of the prompt, and of the newest message as the reply to it; an empty reply if the template writes it otherwise."""
+    """Ids of the prompt, and of the newest message as the reply to it; an empty reply if the template writes it
+    otherwise."""
     prompt, sequence = (_ids(part, tools, template) for part in (messages[:-1], messages))
     said = sequence[len(prompt) :]
     ends = [at for at, token in enumerate(said) if token in template.stop_token_ids]

@@ -1,6 +1,7 @@
 """What an SFT training must know of each row before it begins: read in several processes, and kept on disk.
 
-Reading a row of 12,000 tokens takes about 13 ms, almost all of it for its JSON; the facts of a row have about 200 bytes.
+Reading a row of 12,000 tokens takes about 13 ms, almost all of it for its JSON; the facts of a row have about 200
+bytes.
 """
 
 from __future__ import annotations
@@ -176,7 +177,8 @@ def _checked(fields: Any, where: str) -> Columns:
 
 
 def _identity(columns: Columns) -> str:
-    """Digest of what identifies a row: run, episode, branch and tokens. Trainings name their runs alike, so ids alone do not."""
+    """Digest of what identifies a row: run, episode, branch and tokens. Trainings name their runs alike, so ids alone
+    do not."""
     digest = blake2b(f"{columns['run_id']}\n{columns['episode_id']}\n{columns['branch']}\n".encode(), digest_size=16)
     digest.update(np.asarray(columns["input_ids"], np.int64).tobytes())
     digest.update(np.asarray(columns["loss_mask"], np.int8).tobytes())

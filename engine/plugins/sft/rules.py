@@ -22,7 +22,8 @@ def _sft(ctx: CheckContext) -> Iterator[TrainSpec]:
 
 @rule("train.sft", "error", "`train.kind: sft` and keys of `train` that do not fit each other")
 def sft_keys(ctx: CheckContext) -> Iterator[Finding]:
-    """`train.data`, and keys for episodes that the model samples. Those of a spec that this one extends are left out: they are for `kind: rl`."""
+    """`train.data`, and keys for episodes that the model samples. Those of a spec that this one extends are left out:
+    they are for `kind: rl`."""
     if ctx.spec.train is not None and SftDataSpec.section_of(ctx.spec.train) is not None and not list(_sft(ctx)):
         yield Finding(
             "`data` belongs to `kind: sft`", ("train", "data"), "write `kind: sft`, or remove `data`", key=True

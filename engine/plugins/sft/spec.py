@@ -19,7 +19,8 @@ class SftDataSpec(SpecSection):
     NULLABLE: ClassVar[bool] = True
 
     path: _Path | Annotated[list[_Path], Field(min_length=1)]
-    """File of `engine export` (`.jsonl` or `.parquet`), a folder of such files, or a list of both; relative to the spec."""
+    """File of `engine export` (`.jsonl` or `.parquet`), a folder of such files, or a list of both; relative to the
+    spec."""
     min_reward: float | None = None
     """Only episodes with at least this reward. All episodes if null."""
     reward: str | None = Field(default=None, min_length=1)

@@ -1,7 +1,8 @@
-"""The steps of a training on written episodes (`train.kind: sft`): a resumed training has the rows that it would have had.
+"""The steps of a training on written episodes (`train.kind: sft`): a resumed training has the rows that it would have
+had.
 
-The loss of a step is the mean cross-entropy of all trained tokens of its episodes, at temperature 1, over the ids that the sampler
-can sample.
+The loss of a step is the mean cross-entropy of all trained tokens of its episodes, at temperature 1, over the ids that
+the sampler can sample.
 """
 
 from __future__ import annotations
@@ -75,7 +76,8 @@ class DemonstrationSteps(StepSource):
         if before["digest"] != now["digest"]:
             raise TrainError(
                 f"the rows of `train.data` have changed since this training began: {before['episodes']} episodes and "
-                f"{before['rows']} rows then, {now['episodes']} and {now['rows']} now. Resume with the same files, or begin another training",
+                f"{before['rows']} rows then, {now['episodes']} and {now['rows']} now. Resume with the same files, or "
+                "begin another training",
                 kind="train_setup",
             )
 

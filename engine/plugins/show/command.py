@@ -68,8 +68,9 @@ def show(
 ) -> None:
     """Show a stored run or training, also one that is still running.
 
-    Without EPISODE: every episode, how it ended, its turns, tokens and reward. With it: the task, the messages, the reward of
-    each turn, who moved which reward between turns, when and why, the facts, and the path through the machine.
+    Without EPISODE: every episode, how it ended, its turns, tokens and reward. With it: the task, the messages, the
+    reward of each turn, who moved which reward between turns, when and why, the facts, and the path through the
+    machine.
     """
     from engine.plugins.show.listing.sources import find
     from engine.plugins.show.show_list import Selection, show_list
@@ -99,7 +100,8 @@ def _show_episode(folder: Path, name: str, score: str | None, *, tokens: bool, a
         row = _find(store, name)
         if attempt is not None and attempt > row.attempt + 1:
             raise StoreError(
-                f"{row.id} has {row.attempt + 1} attempt{'s' * (row.attempt > 0)}; give --attempt 1 to {row.attempt + 1}"
+                f"{row.id} has {row.attempt + 1} attempt{'s' * (row.attempt > 0)}; give --attempt 1 to "
+                f"{row.attempt + 1}"
             )
         number = None if attempt is None else attempt - 1
         earlier = number is not None and number < row.attempt

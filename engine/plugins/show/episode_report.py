@@ -260,7 +260,8 @@ def in_words(record: RecordBase) -> str:
 
 
 def _beginning(text: str) -> str:
-    """A text for the terminal, whose lines take long to lay out: its first `_SHOWN` characters, and how many are left out."""
+    """A text for the terminal, whose lines take long to lay out: its first `_SHOWN` characters, and how many are left
+    out."""
     if len(text) <= _SHOWN:
         return visible(text)
     return f"{visible(text[:_SHOWN])}… ({len(text) - _SHOWN:,} more characters; --json has them all)"
@@ -348,7 +349,8 @@ def _columns(store: RunReader, episode_id: str, *, finished: bool) -> list[dict[
 
 
 def print_tokens(console: Console, store: RunReader, episode_id: str, *, finished: bool) -> None:
-    """Print a table for each branch: a line for each sampled token, and a line for each part that the model did not sample.
+    """Print a table for each branch: a line for each sampled token, and a line for each part that the model did not
+    sample.
 
     Raises:
         StoreError: a record is damaged.

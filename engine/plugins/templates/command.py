@@ -1,4 +1,5 @@
-"""`engine template`: what is checked about a model's chat template: rendering, parsing of replies, turns, masks, patches."""
+"""`engine template`: what is checked about a model's chat template: rendering, parsing of replies, turns, masks,
+patches."""
 
 from __future__ import annotations
 
@@ -32,8 +33,8 @@ def template(
     ),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object, for programs."),
 ) -> None:
-    """Show what is checked about a model's chat template: which reader parses replies, which turns continue the tape or begin a branch and
-    where the two renderings part, which tokens are trained, and which patches there are.
+    """Show what is checked about a model's chat template: which reader parses replies, which turns continue the tape or
+    begin a branch and where the two renderings part, which tokens are trained, and which patches there are.
     """
     import json
     from pathlib import Path

@@ -1,4 +1,5 @@
-"""What a chat template does with the usual turns: which continue the tape, where two renderings part, and which tokens are trained.
+"""What a chat template does with the usual turns: which continue the tape, where two renderings part, and which tokens
+are trained.
 
 `engine template` prints it. Everything is found by rendering; no weights are needed.
 """
@@ -70,8 +71,8 @@ def parting(template: ChatTemplate, kinds: Sequence[int]) -> tuple[str, str]:
     """Where the template shows earlier text differently once the last of these messages has come.
 
     Returns:
-        What it wrote before and what it writes now, from some characters before the first difference on; empty texts if the earlier
-        text is a prefix of the later one, or if the template refuses a conversation.
+        What it wrote before and what it writes now, from some characters before the first difference on; empty texts if
+        the earlier text is a prefix of the later one, or if the template refuses a conversation.
     """
     views = [probe(kind, index, str) for index, kind in enumerate(kinds)]
     try:
@@ -99,7 +100,8 @@ def _reply_end(text: str, reply: View) -> int:
 
 
 def how_prompts_are_made(template: ChatTemplate) -> tuple[str, str]:
-    """How a format's prompts are made after the first: `copied`, `keyed`, `rendered` or `library`, and what that means here."""
+    """How a format's prompts are made after the first: `copied`, `keyed`, `rendered` or `library`, and what that means
+    here."""
     if not isinstance(template, JinjaTemplate):
         return "library", "the library `renderers` writes them; bridges are checked on probes"
     keys = template.source.keys
@@ -127,7 +129,10 @@ def branch_rule(turns: dict[str, TurnRendering], history: str) -> str:
     if not broken:
         return "every usual turn continues the tape: an episode is one row"
     if history == "keep":
-        return "`history: keep` continues with the sampled tokens where the template shows them differently, or fails if there is no continuation"
+        return (
+            "`history: keep` continues with the sampled tokens where the template shows them differently, or fails if "
+            "there is no continuation"
+        )
     return f"a new branch, and so another row, begins at: {', '.join(broken)}"
 
 
@@ -140,7 +145,8 @@ class Piece(Struct, frozen=True, kw_only=True):
 
 
 def masks(template: ChatTemplate) -> list[list[Piece]]:
-    """The rows of a short episode, with what is trained: a question, a call with its result, an answer, another question, an answer.
+    """The rows of a short episode, with what is trained: a question, a call with its result, an answer, another
+    question, an answer.
 
     Reasoning and the call are left out if the format does not show or read them.
 

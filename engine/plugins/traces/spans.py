@@ -10,11 +10,12 @@
     └── score
 
 Invariants:
-- Times are those of the journal. Ids are derived from run, episode and attempt, so an episode that is sent twice is one trace.
+- Times are those of the journal. Ids are derived from run, episode and attempt, so an episode that is sent twice is one
+  trace.
 - No attribute holds a known secret.
 
-Attribute names: OpenTelemetry semantic conventions for generative AI (spans of clients, agents and tools; status: development). Attributes
-that these do not define begin with `episode.`.
+Attribute names: OpenTelemetry semantic conventions for generative AI (spans of clients, agents and tools; status:
+development). Attributes that these do not define begin with `episode.`.
 """
 
 from __future__ import annotations
@@ -259,7 +260,8 @@ class _DerivedIds(IdGenerator):
 
 
 def otlp_json(spans: Sequence[ReadableSpan]) -> Mapping[str, Any]:
-    """Return spans as OTLP in JSON: ids in hexadecimal, enums as numbers (OTLP specification, "JSON Protobuf Encoding")."""
+    """Return spans as OTLP in JSON: ids in hexadecimal, enums as numbers (OTLP specification, "JSON Protobuf
+    Encoding")."""
     from google.protobuf.json_format import MessageToDict
     from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 

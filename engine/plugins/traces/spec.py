@@ -10,7 +10,8 @@ from engine.schemas.sections import SpecSection
 
 
 class TracesSpec(SpecSection):
-    """Traces of ended episodes: as OpenTelemetry spans and as lines of JSON. They are written from the journal, beside the episodes that run."""
+    """Traces of ended episodes: as OpenTelemetry spans and as lines of JSON. They are written from the journal, beside
+    the episodes that run."""
 
     of: Literal["all", "failed"] = "all"
     """The episodes that are traced: all, or those with a failure."""
@@ -20,7 +21,8 @@ class TracesSpec(SpecSection):
     spans: bool = False
     """Write the spans to `traces/spans.jsonl` of the run's folder, as OTLP in JSON."""
     episodes: bool = False
-    """Write messages, turns and outcome of each episode to `traces/finished.jsonl` or `traces/failed.jsonl` of the run's folder."""
+    """Write messages, turns and outcome of each episode to `traces/finished.jsonl` or `traces/failed.jsonl` of the
+    run's folder."""
     content: bool = False
     """Spans also hold messages, and arguments and results of tools."""
 

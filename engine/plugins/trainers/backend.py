@@ -90,8 +90,8 @@ class TrainerBackend(Backend):
 
         Raises:
             ContextOverflow: The prompt leaves no room for one token.
-            BackendError: The request needs something that the sampler is not given (kind `unsupported`), the sampler failed (kind
-                `sampler`), or its reply lacks log-probs or versions, or is empty (kind `invalid_reply`).
+            BackendError: The request needs something that the sampler is not given (kind `unsupported`), the sampler
+                failed (kind `sampler`), or its reply lacks log-probs or versions, or is empty (kind `invalid_reply`).
         """
         began = time.perf_counter()
         length = len(request.input_ids)

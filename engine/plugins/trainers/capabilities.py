@@ -1,4 +1,5 @@
-"""What other trainers carry of what a spec uses: the table of `capabilities.yaml`, read by `engine validate --trainer` and by docs/trainers.md.
+"""What other trainers carry of what a spec uses: the table of `capabilities.yaml`, read by `engine validate --trainer`
+and by docs/trainers.md.
 
 Nothing here imports a trainer.
 """
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
     from engine.spec.load import LoadedSpec
 
 Status = Literal["carried", "approximated", "refused", "unknown"]
-"""`carried`: exactly. `approximated`: something of it is lost. `refused`: it does not arrive. `unknown`: nobody has looked."""
+"""`carried`: exactly. `approximated`: something of it is lost. `refused`: it does not arrive. `unknown`: nobody has
+looked."""
 
 
 class Carried(Struct, frozen=True):

@@ -29,8 +29,8 @@ _Row = tuple[bool, str, DataPath, str]
 
 
 def uses(loaded: LoadedSpec) -> list[TrainerUse]:
-    """Return each thing that a spec uses, once. What only an episode shows is not among them, such as the branches of a chat template
-    that rewrites history."""
+    """Return each thing that a spec uses, once. What only an episode shows is not among them, such as the branches of a
+    chat template that rewrites history."""
     spec = loaded.spec
     credit = spec.rewards.credit
     names = {state.action for state in resolved_machine(spec).states.values() if state.action is not None}

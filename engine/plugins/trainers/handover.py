@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from engine.store.rows.row import TrainingRow
 
 SeveralRows = Literal["refuse", "leave_out"]
-"""What happens to an episode with several rows under a trainer that takes one for each prompt. `refuse`: the training stops. `leave_out`: its
-tokens are not trained, and are counted. Its rewards stay in the baseline of its group."""
+"""What happens to an episode with several rows under a trainer that takes one for each prompt. `refuse`: the training
+stops. `leave_out`: its tokens are not trained, and are counted. Its rewards stay in the baseline of its group."""
 _TOLERANCE = 1e-6
 """Relative difference of two sums of absolute advantages that is rounding."""
 
@@ -64,7 +64,8 @@ class HandedRow(Struct, frozen=True, eq=False):
 
     @classmethod
     def empty(cls, token: int) -> HandedRow:
-        """The row of an episode that is not trained on, for trainers that need one row for each prompt. It has no trained token.
+        """The row of an episode that is not trained on, for trainers that need one row for each prompt. It has no
+        trained token.
 
         Args:
             token: An id of the model's vocabulary, such as the padding.
@@ -118,7 +119,8 @@ class Sums(Struct, frozen=True):
         images = "the same" if self.images == theirs.images else "lost, changed, or in another order or row"
         raise TrainError(
             f"{trainer}'s batch is not what the engine handed over; no update is made with it. "
-            f"Tokens: {self.tokens} handed over, {theirs.tokens} in the batch; trained tokens: {self.trained}, {theirs.trained}; "
+            f"Tokens: {self.tokens} handed over, {theirs.tokens} in the batch; trained tokens: {self.trained}, "
+            f"{theirs.trained}; "
             f"sum of |advantage|: {self.advantages:.6g}, {theirs.advantages:.6g}; images: {images}. "
             f"Remove what changes the batch ({changes})",
             kind="handover",
@@ -146,7 +148,8 @@ def groups_of(prompts: Sequence[str], samples: int, fix: str) -> list[str]:
     """
     if len(prompts) % samples or any(prompts[at] != prompts[at - at % samples] for at in range(len(prompts))):
         raise TrainError(
-            f"the batch of {len(prompts)} prompts is not made of groups of {samples}: the advantages of a group need all of its "
+            f"the batch of {len(prompts)} prompts is not made of groups of {samples}: the advantages of a group need "
+            "all of its "
             f"episodes; {fix}",
             kind="train_setup",
         )
@@ -191,8 +194,10 @@ def one_row_each(
             left_out += len(row.places)
         else:
             raise TrainError(
-                f"{row.episode.episode_id} has {counts[place]} rows, and {trainer} takes one for each prompt. Use a chat template that does not "
-                f"rewrite history, leave such episodes out with `{leave_out}`, or train with `engine train`, which takes all rows",
+                f"{row.episode.episode_id} has {counts[place]} rows, and {trainer} takes one for each prompt. Use a "
+                "chat template that does not "
+                f"rewrite history, leave such episodes out with `{leave_out}`, or train with `engine train`, which "
+                "takes all rows",
                 kind="handover",
             )
     none = HandedRow.empty(int(rows[0][1].branch.input_ids[0]))

@@ -1,4 +1,5 @@
-"""Classes of a trainer's own library, which is needed only where that trainer runs, and the check that they are those that the adapter extends."""
+"""Classes of a trainer's own library, which is needed only where that trainer runs, and the check that they are those
+that the adapter extends."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ def imports_of(trainer: str) -> Iterator[None]:
 
 
 def overrides(parameters: str) -> Callable[[_Method], _Method]:
-    """Mark a method that overrides one of a trainer's class, with the names of that one's parameters in the tested version."""
+    """Mark a method that overrides one of a trainer's class, with the names of that one's parameters in the tested
+    version."""
 
     def mark(method: _Method) -> _Method:
         vars(method)["parameters"] = parameters
@@ -47,7 +49,8 @@ def overrides(parameters: str) -> Callable[[_Method], _Method]:
 
 @cache
 def late_subclass(name: str, mixin: type, base: str) -> type[Any]:
-    """A class of a trainer, `module:Class`, with the methods of `mixin`. The module is imported when this is first called.
+    """A class of a trainer, `module:Class`, with the methods of `mixin`. The module is imported when this is first
+    called.
 
     Raises:
         TrainError: kind `train_setup`: it cannot be imported, or as `check_overrides`.
@@ -61,14 +64,15 @@ def late_subclass(name: str, mixin: type, base: str) -> type[Any]:
 
 
 def check_overrides(adapter: type, base: type, trainer: str) -> None:
-    """Check that the methods of a trainer's class that the adapter `overrides` are those of the version with which it was tested.
+    """Check that the methods of a trainer's class that the adapter `overrides` are those of the version with which it
+    was tested.
 
-    Other versions may rename a method, so that the override is never called, or call it with other arguments. A version that was not tested
-    is logged.
+    Other versions may rename a method, so that the override is never called, or call it with other arguments. A version
+    that was not tested is logged.
 
     Raises:
-        TrainError: kind `train_setup`: a method is missing or has other parameters, or the trainer has a method of the name of one of the
-            adapter's own; the message names all of them, and both versions.
+        TrainError: kind `train_setup`: a method is missing or has other parameters, or the trainer has a method of the
+            name of one of the adapter's own; the message names all of them, and both versions.
     """
     tested = TRAINERS[trainer].version.split()[0]
     try:
@@ -88,7 +92,8 @@ def check_overrides(adapter: type, base: type, trainer: str) -> None:
             problems.append(f"`{base.__name__}.{name}` has the parameters ({actual}) and not ({expected})")
     if problems:
         raise TrainError(
-            f"the adapter was tested with {trainer} {tested} and does not fit {trainer} {installed}: {'; '.join(problems)}; pip install "
+            f"the adapter was tested with {trainer} {tested} and does not fit {trainer} {installed}: "
+            f"{'; '.join(problems)}; pip install "
             f"'{trainer}=={tested}'",
             kind="train_setup",
         )

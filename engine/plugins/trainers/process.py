@@ -1,4 +1,5 @@
-"""What an adapter has once in a process of a trainer: a loop in a thread, a folder, since a run store has one writer, and its episodes."""
+"""What an adapter has once in a process of a trainer: a loop in a thread, a folder, since a run store has one writer,
+and its episodes."""
 
 from __future__ import annotations
 

@@ -1,9 +1,12 @@
-"""Runs groups of episodes of a spec for the trainer of another library. Each adapter adds a backend over its trainer's sampler.
+"""Runs groups of episodes of a spec for the trainer of another library. Each adapter adds a backend over its trainer's
+sampler.
 
-The episodes are in a run store (`engine show`, `engine view`, `engine replay`). They have the ids that `engine train` gives: the second use of task
-`t` is `t~1`, and a later launch in the same folder continues these numbers. Where several processes share a folder, see `number_uses_of`.
+The episodes are in a run store (`engine show`, `engine view`, `engine replay`). They have the ids that `engine train`
+gives: the second use of task `t` is `t~1`, and a later launch in the same folder continues these numbers. Where several
+processes share a folder, see `number_uses_of`.
 
-Invariant: a group is whole. All of its episodes have ended before its rows are made, because they are each other's baseline.
+Invariant: a group is whole. All of its episodes have ended before its rows are made, because they are each other's
+baseline.
 """
 
 from __future__ import annotations
@@ -194,7 +197,8 @@ class TrainerRollouts:
         return batch
 
     def final_rows(self, batch: Batch) -> list[tuple[int, TrainingRow]]:
-        """The rows of a batch with the advantages that `engine train` gives to its loss, each with the number of its group."""
+        """The rows of a batch with the advantages that `engine train` gives to its loss, each with the number of its
+        group."""
         numbers = [group.number for group in batch.used for _ in group.rows]
         return list(zip(numbers, final_rows(batch.rows, self.train), strict=True))
 
@@ -202,7 +206,8 @@ class TrainerRollouts:
         """The task of a group, with an id that no episode of this folder has."""
         if task_id not in self._tasks:
             raise TrainError(
-                f"{task_id!r} is not a task of {self.loaded.path}; the trainer's data set must hold the ids of the spec's tasks",
+                f"{task_id!r} is not a task of {self.loaded.path}; the trainer's data set must hold the ids of the "
+                "spec's tasks",
                 kind="train_setup",
             )
         use = self._uses.get(task_id, self._first_use)
@@ -234,7 +239,8 @@ def refuse_lost(loaded: LoadedSpec, trainer: str) -> None:
     credit = loaded.spec.rewards.credit
     if credit.needs_values:
         raise TrainError(
-            f"{loaded.path}: `{credit.method}` needs a critic, and {TRAINERS[trainer].title} gives the engine no values; "
+            f"{loaded.path}: `{credit.method}` needs a critic, and {TRAINERS[trainer].title} gives the engine no "
+            "values; "
             "use `rewards.credit: {method: turn_return}`, or `engine train`",
             kind="train_setup",
         )

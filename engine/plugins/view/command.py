@@ -24,7 +24,8 @@ def view(
         list[str] | None,
         typer.Argument(
             metavar="[RUN]…",
-            help="Folders or ids of runs and trainings, the beginning of an id, or `latest`. Default: the newest 20 of --out.",
+            help="Folders or ids of runs and trainings, the beginning of an id, or `latest`. Default: the newest 20 of "
+            "--out.",
         ),
     ] = None,
     out: RunsFolder = Path("runs"),

@@ -154,7 +154,8 @@ class Documents:
         }
 
     def prepare(self, patience: float) -> None:
-        """Read what filters and panels of tokens need, so that the first ones are fast. Safe to call in a thread of its own.
+        """Read what filters and panels of tokens need, so that the first ones are fast. Safe to call in a thread of its
+        own.
 
         The tokenizer is that of the first run of the list. It is loaded after the first answer, which it would delay.
 
@@ -174,8 +175,8 @@ class Documents:
         return sorted({Path(source.training) for source in self.listing.sources if source.training is not None})
 
     def scenario(self, run: str, id: str) -> Document:
-        """Return a scenario of a finished episode, which was played and passes. Imports the code that the run names, unlike all
-        other documents."""
+        """Return a scenario of a finished episode, which was played and passes. Imports the code that the run names,
+        unlike all other documents."""
         from engine.cli.export import recorded_scenario
         from engine.spec.code.entry import looking
 
@@ -318,8 +319,9 @@ def group_document(store: RunReader, task_id: str, rows: Sequence[Row]) -> dict[
 def parting(store: RunReader, first: Trajectory, second: Trajectory) -> dict[str, Any]:
     """Return the first place where two samples of a task differ: in a reply, or in what was said between two replies.
 
-    `turn` is the turn in which they differ; -1 for the prompt, None if they are the same as far as both go. For a difference between
-    replies, `message` is true and `turn` is the turn before it. `token` counts from the first sampled token of the turn.
+    `turn` is the turn in which they differ; -1 for the prompt, None if they are the same as far as both go. For a
+    difference between replies, `message` is true and `turn` is the turn before it. `token` counts from the first
+    sampled token of the turn.
     """
     replies = reply_numbers(first), reply_numbers(second)
     before = 0

@@ -1,7 +1,9 @@
-"""One HTML file with chosen episodes, which needs neither a server nor a network: the same pages, with the documents inside.
+"""One HTML file with chosen episodes, which needs neither a server nor a network: the same pages, with the documents
+inside.
 
 Invariants:
-- The file asks for nothing: its Content-Security-Policy allows only the script and the styles inside it, and images inside it.
+- The file asks for nothing: its Content-Security-Policy allows only the script and the styles inside it, and images
+  inside it.
 - Nothing is left out silently: what does not fit into the size is named in the file and in the result.
 """
 
@@ -94,8 +96,8 @@ class SingleFile:
         return True
 
     def composed(self) -> bytes:
-        """Return the whole file. Its newest episodes are removed until it fits: the pictures of machines and the lists of samples are known
-        only now.
+        """Return the whole file. Its newest episodes are removed until it fits: the pictures of machines and the lists
+        of samples are known only now.
 
         Raises:
             StoreError: the pages alone are larger than the limit.
@@ -110,7 +112,8 @@ class SingleFile:
             page = _page(self._data(), self._title())
         if len(page) > self._limit:
             raise StoreError(
-                f"the pages alone take {len(page) / 1e6:.2f} MB, and the maximum size is {self._limit / 1e6:g} MB; raise --max-size"
+                f"the pages alone take {len(page) / 1e6:.2f} MB, and the maximum size is {self._limit / 1e6:g} MB; "
+                "raise --max-size"
             )
         return page
 
@@ -182,8 +185,8 @@ class SingleFile:
 
 
 def write_file(listing: Listing, path: Path, filter: str, text: str, limit: int) -> SingleFile:
-    """Write the episodes that a filter and a text choose to one HTML file. Those that do not fit are left out; a later and smaller one
-    may fit. Arguments as those of `SingleFile`.
+    """Write the episodes that a filter and a text choose to one HTML file. Those that do not fit are left out; a later
+    and smaller one may fit. Arguments as those of `SingleFile`.
 
     Raises:
         StoreError: the filter is not valid, a store is damaged, or the file cannot be written.
@@ -216,13 +219,19 @@ def _members(parts: dict[str, bytes]) -> bytes:
 
 def _page(data: bytes, title: str) -> bytes:
     script, style = assets.one_script(), assets.read("style.css") or ""
-    policy = f"default-src 'none'; img-src data:; script-src '{_digest(script)}'; style-src '{_digest(style)}'; base-uri 'none'"
+    policy = (
+        f"default-src 'none'; img-src data:; script-src '{_digest(script)}'; style-src '{_digest(style)}'; base-uri "
+        "'none'"
+    )
     head = (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{html.escape(policy)}">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n<meta name="color-scheme" content="light dark">\n'
-        f'<title>{html.escape(title)}</title>\n<link rel="icon" href="data:,">\n<style>{style}</style>\n</head>\n<body>\n'
-        '<a class="skip" href="#main">Skip to the content</a>\n<header id="top"></header>\n<main id="main" tabindex="-1"></main>\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n<meta name="color-scheme" '
+        'content="light dark">\n'
+        f'<title>{html.escape(title)}</title>\n<link rel="icon" '
+        f'href="data:,">\n<style>{style}</style>\n</head>\n<body>\n'
+        '<a class="skip" href="#main">Skip to the content</a>\n<header id="top"></header>\n<main id="main" '
+        'tabindex="-1"></main>\n'
         '<div id="live" role="status" aria-live="polite"></div>\n<noscript>This page needs JavaScript.</noscript>\n'
         '<script type="application/json" id="offline-data">'
     )

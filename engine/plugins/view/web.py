@@ -1,9 +1,13 @@
-"""The web app of `engine view`: pages and documents over HTTP, on a free port of the loopback interface alone, until it is interrupted.
+"""The web app of `engine view`: pages and documents over HTTP, on a free port of the loopback interface alone, until it
+is interrupted.
 
 Invariants:
-- Every request needs the token: once in the address, then in a cookie that no script can read, or in the header `Authorization`.
-- A request whose `Host` is not a name of the loopback interface is refused, so a foreign page cannot reach the app by DNS rebinding.
-- Answers forbid inline scripts, foreign scripts and frames (Content-Security-Policy). Nothing can be changed: all requests are GET.
+- Every request needs the token: once in the address, then in a cookie that no script can read, or in the header
+  `Authorization`.
+- A request whose `Host` is not a name of the loopback interface is refused, so a foreign page cannot reach the app by
+  DNS rebinding.
+- Answers forbid inline scripts, foreign scripts and frames (Content-Security-Policy). Nothing can be changed: all
+  requests are GET.
 """
 
 from __future__ import annotations
@@ -41,7 +45,8 @@ LOOPBACK = frozenset({"127.0.0.1", "localhost", "[::1]"})
 _EMPTY_STYLE = "'sha256-47DEQpj8HBSa+/TImW+5JCeuQeRkm5NMpJWZG3hSuFU='"
 """Allows an empty element `style`, to which the chart library adds its rules."""
 _POLICY = (
-    f"default-src 'none'; script-src 'self'; style-src 'self' {_EMPTY_STYLE}; img-src 'self' data:; connect-src 'self'; "
+    f"default-src 'none'; script-src 'self'; style-src 'self' {_EMPTY_STYLE}; img-src 'self' data:; connect-src "
+    "'self'; "
     "base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
 )
 _OWN = frozenset({"same-origin", "none"})
@@ -78,7 +83,8 @@ def make_app(documents: Documents, token: str) -> ASGIApp:
 
 
 class Gate:
-    """Refuses requests without the token or with a foreign `Host`, and adds the headers of `HEADERS` to every answer."""
+    """Refuses requests without the token or with a foreign `Host`, and adds the headers of `HEADERS` to every
+    answer."""
 
     def __init__(self, app: ASGIApp, token: str) -> None:
         self._app = app

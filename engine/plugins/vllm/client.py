@@ -1,11 +1,11 @@
 """vLLM servers as a backend.
 
-vLLM's completions take ids and report ids, log-probs and the prompt's ids. They take no image with a prompt of ids, and the
-weights stay those that the server was started with.
+vLLM's completions take ids and report ids, log-probs and the prompt's ids. They take no image with a prompt of ids, and
+the weights stay those that the server was started with.
 
-vLLM was started with one `--logprobs-mode`: `raw_logprobs` (its default) are those of softmax(logits); `processed_logprobs` are those
-after temperature, biases, penalties, top-k, top-p and min-p. Rows hold log-probs after temperature, biases and penalties, and before
-top-k, top-p and min-p. So the mode is found out before the first episode.
+vLLM was started with one `--logprobs-mode`: `raw_logprobs` (its default) are those of softmax(logits);
+`processed_logprobs` are those after temperature, biases, penalties, top-k, top-p and min-p. Rows hold log-probs after
+temperature, biases and penalties, and before top-k, top-p and min-p. So the mode is found out before the first episode.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class VLLMBackend(CheckedServers):
         """See `Backend.open`.
 
         Raises:
-            BackendError: The variable of the API key is not set, a URL is invalid, or no server can report the log-probs of the
-                spec's sampling.
+            BackendError: The variable of the API key is not set, a URL is invalid, or no server can report the
+                log-probs of the spec's sampling.
         """
         if (conflict := spec.conflict(loaded.spec.sampling)) is not None:
             raise BackendError(f"sampling: {conflict}", kind="unsupported_parameter")
@@ -116,8 +116,8 @@ async def _models(server: Server) -> list[dict[str, Any]]:
 async def _processed(server: Server, vocab_size: int) -> bool:
     """Whether log-probs are those after logit biases, and so after temperature and penalties.
 
-    Two tokens are forced, one after the other, each by a logit bias: after the bias each one's probability is about 1, and
-    before it at most one of them is above one half.
+    Two tokens are forced, one after the other, each by a logit bias: after the bias each one's probability is about 1,
+    and before it at most one of them is above one half.
     """
     likely = []
     encoder = RequestEncoder(VLLM, vocab_size=vocab_size)

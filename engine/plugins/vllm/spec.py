@@ -9,7 +9,8 @@ from engine.schemas.generation import SamplingParams
 
 
 class VLLMBackendSpec(ServersSpec):
-    """vLLM servers, over their completions API with token ids: those of `urls`, or those that the run starts (`launch`)."""
+    """vLLM servers, over their completions API with token ids: those of `urls`, or those that the run starts
+    (`launch`)."""
 
     runtime: ClassVar[str] = "engine.plugins.vllm.client:VLLMBackend"
     reports_versions: ClassVar[bool] = False
@@ -24,6 +25,7 @@ class VLLMBackendSpec(ServersSpec):
         if not changed or not cut:
             return None
         return (
-            f"`{changed[0]}` with `{cut[0]}`: vLLM reports log-probs without `{changed[0]}` (raw_logprobs) or of the tokens that "
+            f"`{changed[0]}` with `{cut[0]}`: vLLM reports log-probs without `{changed[0]}` (raw_logprobs) or of the "
+            "tokens that "
             f"`{cut[0]}` leaves (processed_logprobs), and rows hold those of neither"
         )

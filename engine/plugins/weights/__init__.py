@@ -1,6 +1,7 @@
 """How servers get the weights of a training.
 
-sync_sglang.py      the ways to send weights to SGLang servers: `disk`, `tensors`, `adapter`; sync_collective.py: `collective`
+sync_sglang.py      the ways to send weights to SGLang servers: `disk`, `tensors`, `adapter`;
+                    sync_collective.py: `collective`
 server_pushes.py    what these have in common, and whether a server has the model that is trained
 shared_tensors.py   weights in the memory of one host
 broadcasts.py       weights in a process group with the servers

@@ -1,11 +1,12 @@
 """A process group that reaches from the trainer into the processes of servers, to broadcast tensors from the trainer.
 
-SGLang joins with its own helper `init_custom_process_group` (sglang/srt/utils/common.py), which makes a second group beside a
-process's default group, of processes that have different default groups; `torch.distributed.new_group` cannot do that. The helper
-uses private functions of torch. Here the same group is made of torch's public classes (`TCPStore`, `PrefixStore`,
-`ProcessGroupGloo`, `ProcessGroupNCCL`): it is not registered in this process, so that it cannot collide with the group of a
-training of several processes, and it can be given up and made again at any time. Only the names under which the processes find each
-other in the store must be those of the helper; `_prefixes` says which ones they are.
+SGLang joins with its own helper `init_custom_process_group` (sglang/srt/utils/common.py), which makes a second group
+beside a process's default group, of processes that have different default groups; `torch.distributed.new_group` cannot
+do that. The helper uses private functions of torch. Here the same group is made of torch's public classes (`TCPStore`,
+`PrefixStore`, `ProcessGroupGloo`, `ProcessGroupNCCL`): it is not registered in this process, so that it cannot collide
+with the group
+of a training of several processes, and it can be given up and made again at any time. Only the names under which the
+processes find each other in the store must be those of the helper; `_prefixes` says which ones they are.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ class BroadcastGroup:
             )
         except RuntimeError as error:
             raise TrainError(
-                f"port {port or 'of any number'} of {host} cannot be opened for `train.weight_sync.method: collective`: "
+                f"port {port or 'of any number'} of {host} cannot be opened for "
+                "`train.weight_sync.method: collective`: "
                 f"{str(error).splitlines()[0]}. Set `train.weight_sync.port` to a free port, or remove it",
                 kind="train_setup",
             ) from error
@@ -126,8 +128,9 @@ class BroadcastGroup:
 
 
 def _nccl(store: Any, size: int) -> Any:
-    """A group of NCCL with rank 0 here. A lost server must not end the training: torch's watchdog, which ends a process whose
-    broadcast failed or is late, is told to do nothing (TORCH_NCCL_ASYNC_ERROR_HANDLING=0); time limits are kept in `broadcast`."""
+    """A group of NCCL with rank 0 here. A lost server must not end the training: torch's watchdog, which ends a process
+    whose broadcast failed or is late, is told to do nothing (TORCH_NCCL_ASYNC_ERROR_HANDLING=0); time limits are kept
+    in `broadcast`."""
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(days=1)
     before = os.environ.get(_NCCL_ERRORS)
@@ -150,7 +153,8 @@ def _prefixes(name: str, kind: GroupKind) -> tuple[str, ...]:
 
 
 def own_address(urls: Iterable[str]) -> str:
-    """The address of this host on its route to servers: that of the first one on another host, else the loopback address."""
+    """The address of this host on its route to servers: that of the first one on another host, else the loopback
+    address."""
     host_address = "127.0.0.1"
     for url in urls:
         parts = urlsplit(url)
@@ -178,7 +182,8 @@ def check_own(address: str) -> None:
             trial.bind(place)
     except OSError as error:
         raise TrainError(
-            f"`train.weight_sync.address: {address}` is not an address of this host ({error}): set it to the address of "
+            f"`train.weight_sync.address: {address}` is not an address of this host ({error}): set it to the address "
+            "of "
             "process 0 of the training, or remove it",
             kind="train_setup",
         ) from None

@@ -1,11 +1,13 @@
-"""Servers and trainer on the same GPUs in turn (`train.colocate`): while an update runs, the servers' memory is released.
+"""Servers and trainer on the same GPUs in turn (`train.colocate`): while an update runs, the servers' memory is
+released.
 
-SGLang releases the memory of its weights and of its KV cache, and takes them back one by one: weights before new weights are
-loaded, the KV cache after the load, so that trainer and server never hold both in full. A wrong order ends the server: to
-release while a request runs, to take back what was not released, to load weights into memory that was released.
+SGLang releases the memory of its weights and of its KV cache, and takes them back one by one: weights before new
+weights are loaded, the KV cache after the load, so that trainer and server never hold both in full. A wrong order ends
+the server: to release while a request runs, to take back what was not released, to load weights into memory that was
+released.
 
-Invariant: a server that has released memory gets no request and no weights until it has taken the memory back. A server that
-was started again in the meantime has released nothing, and is asked for nothing.
+Invariant: a server that has released memory gets no request and no weights until it has taken the memory back. A server
+that was started again in the meantime has released nothing, and is asked for nothing.
 """
 
 from __future__ import annotations
@@ -58,17 +60,19 @@ class ServerMemory(KeptMemory):
         self.out = False
         """Whether the trainer has the memory now."""
         self.file: Path | None = None
-        """Where it is written down which servers have released memory, so that the next process can have them take it back."""
+        """Where it is written down which servers have released memory, so that the next process can have them take it
+        back."""
 
     async def prepare(self, folder: Path | None) -> None:
-        """Before the first request: undo what a training left that was killed, and check that every server can release memory.
+        """Before the first request: undo what a training left that was killed, and check that every server can release
+        memory.
 
         Args:
             folder: Folder of the training, in which released memory is written down.
 
         Raises:
-            BackendError: A server was started without `--enable-memory-saver` (kind `wrong_server`), or does not take its memory
-                back (kind `control_failed`).
+            BackendError: A server was started without `--enable-memory-saver` (kind `wrong_server`), or does not take
+                its memory back (kind `control_failed`).
         """
         if folder is not None:
             await asyncio.to_thread(folder.mkdir, mode=0o700, parents=True, exist_ok=True)
@@ -77,17 +81,19 @@ class ServerMemory(KeptMemory):
         for server in self._pool.workers:
             if server.healthy and not (await server.json("GET", "/server_info")).get("enable_memory_saver"):
                 raise BackendError(
-                    f"{server.url} cannot release its memory, which `train.colocate` needs: start it with --enable-memory-saver "
+                    f"{server.url} cannot release its memory, which `train.colocate` needs: start it with "
+                    "--enable-memory-saver "
                     "(package torch-memory-saver)",
                     kind="wrong_server",
                 )
 
     async def release(self) -> None:
-        """Have every server release its memory. It must have no request; those that were cancelled may take some seconds to end.
+        """Have every server release its memory. It must have no request; those that were cancelled may take some
+        seconds to end.
 
         Raises:
-            BackendError: A server still works on requests (kind `busy`), or refuses (kind `control_failed`). All servers have
-                their memory then.
+            BackendError: A server still works on requests (kind `busy`), or refuses (kind `control_failed`). All
+                servers have their memory then.
         """
         servers = [server for server in self._pool.workers if server.healthy]
         await asyncio.gather(*(self._idle(server) for server in servers))
@@ -106,7 +112,8 @@ class ServerMemory(KeptMemory):
                     await asyncio.sleep(0.1)
         except TimeoutError:
             raise BackendError(
-                f"{server.url} still works on {running} requests {IDLE_SECONDS:g} s after the last episode of the batch, so it cannot "
+                f"{server.url} still works on {running} requests {IDLE_SECONDS:g} s after the last episode of the "
+                "batch, so it cannot "
                 "release its memory; does another program use it?",
                 kind="busy",
             ) from None
@@ -160,7 +167,8 @@ class ServerMemory(KeptMemory):
                 self._pool.failed(server, str(error))
                 return
             raise BackendError(
-                f"{server.url} did not take its memory back: {error}. Lower --mem-fraction-static, or set `train.memory.offload`",
+                f"{server.url} did not take its memory back: {error}. Lower --mem-fraction-static, or set "
+                "`train.memory.offload`",
                 kind="control_failed",
             ) from None
         if not left:
@@ -195,7 +203,8 @@ class ServerMemory(KeptMemory):
         draft.replace(self.file)
 
     async def catch_up(self, server: Server) -> None:
-        """Bring the memory of a server that is back in line with that of the others, before it gets weights or requests.
+        """Bring the memory of a server that is back in line with that of the others, before it gets weights or
+        requests.
 
         Raises:
             BackendError: It must wait until the trainer gives the memory back (kind `memory_released`).

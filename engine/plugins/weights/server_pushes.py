@@ -2,9 +2,10 @@
 
 Invariants:
 - A push ends when every server that is there samples with the new version, or it raises.
-- Before the first push to a server, the trainer's weights are compared with the headers of the server's safetensors files, if its
-  `model_path` is a folder that can be read here: SGLang skips weights whose names it does not know, and may stop in the middle of a load at
-  a shape that does not fit.
+- Before the first push to a server, the trainer's weights are compared with the headers of the server's safetensors
+  files, if its `model_path` is a folder that can be read here: SGLang skips weights whose names it does not know, and
+  may stop in the
+  middle of a load at a shape that does not fit.
 """
 
 from __future__ import annotations
@@ -32,13 +33,15 @@ if TYPE_CHECKING:
 log = structlog.get_logger(__name__)
 
 PROBE_SECONDS = 30.0
-"""Time limit of a server's first reply with new weights, in seconds. After it the server is only asked for its version."""
+"""Time limit of a server's first reply with new weights, in seconds. After it the server is only asked for its
+version."""
 
 
 async def push_loads(
     backend: SGLangBackend, load: LoadAll, version: int, *, source: str, mode: PauseMode, again: bool = True
 ) -> float:
-    """Let every server load a version, and check that it samples with it. Returns the seconds in which no server sampled.
+    """Let every server load a version, and check that it samples with it. Returns the seconds in which no server
+    sampled.
 
     `load`, `source`, `mode` and `again` as in `update_weights` of the backend's control.
 
@@ -108,7 +111,8 @@ async def check_versions(backend: SGLangBackend, version: int, adapter: str | No
         # With an adapter a server reports the version of the base model; that it accepts the adapter is enough.
         if adapter is None and outcome != str(version):
             raise TrainError(
-                f"{server.url} was sent version {version}, but reports {outcome!r} with its next reply: another process "
+                f"{server.url} was sent version {version}, but reports {outcome!r} with its next reply: another "
+                "process "
                 "updates this server as well, or the server does not keep versions",
                 kind="weights_not_taken",
             )
@@ -209,7 +213,8 @@ class ServerModels:
             theirs = await asyncio.to_thread(tensor_facts, folder)
             if trained and theirs and (problem := difference(trained, theirs)):
                 raise TrainError(
-                    f"{server.url} serves {folder}, which is another model than the one that is trained: {problem}. Nothing was "
+                    f"{server.url} serves {folder}, which is another model than the one that is trained: {problem}. "
+                    "Nothing was "
                     "sent. Start it with the folder of `model.path`",
                     kind="weights_not_taken",
                 )

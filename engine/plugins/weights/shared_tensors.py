@@ -1,8 +1,9 @@
-"""Sends tensors to another process on this host through shared memory, or on the same GPU through CUDA IPC, in the format of
-SGLang's `MultiprocessingSerializer`.
+"""Sends tensors to another process on this host through shared memory, or on the same GPU through CUDA IPC, in the
+format of SGLang's `MultiprocessingSerializer`.
 
-The message is a pickle of `[(name, tensor), …]`; a tensor is pickled as the name of its shared memory, or as the handle of its GPU
-memory. torch's own reductions write it, so SGLang need not be installed here, and SGLang's unpickler allows only the globals that they use.
+The message is a pickle of `[(name, tensor), …]`; a tensor is pickled as the name of its shared memory, or as the handle
+of its GPU memory. torch's own reductions write it, so SGLang need not be installed here, and SGLang's unpickler allows
+only the globals that they use.
 """
 
 from __future__ import annotations
@@ -64,7 +65,8 @@ class SharedBuffer:
         free = free_bytes()
         if free is not None and size > free:
             raise TrainError(
-                f"{size >> 20} MiB of weights do not fit in the {free >> 20} MiB that are free in {_SHARED_MEMORY}: increase it "
+                f"{size >> 20} MiB of weights do not fit in the {free >> 20} MiB that are free in {_SHARED_MEMORY}: "
+                "increase it "
                 "(for a container: --shm-size), or use `train.weight_sync.method: disk`",
                 kind="train_setup",
             )
@@ -91,8 +93,9 @@ class SharedBuffer:
 class DeviceBuffer:
     """Memory of a GPU that holds one bucket, for processes that see this GPU (CUDA IPC).
 
-    Each bucket gets memory of its own: SGLang answers when its copies are queued on the GPU, which may be before they are done
-    (slime's `update_weight_from_tensor.py` says so as well). torch frees the memory when the readers have closed it.
+    Each bucket gets memory of its own: SGLang answers when its copies are queued on the GPU, which may be before they
+    are done (slime's `update_weight_from_tensor.py` says so as well). torch frees the memory when the readers have
+    closed it.
 
     Args:
         device: A GPU of this process.
@@ -114,7 +117,8 @@ class DeviceBuffer:
             memory = torch.empty(max(buffer_bytes(piece), _ALIGN), dtype=torch.uint8, device=self._device)
         except torch.OutOfMemoryError as error:
             raise TrainError(
-                f"{buffer_bytes(piece) >> 20} MiB of weights do not fit in the memory of {self._device}: lower the servers' "
+                f"{buffer_bytes(piece) >> 20} MiB of weights do not fit in the memory of {self._device}: lower the "
+                "servers' "
                 "--mem-fraction-static, or use `train.weight_sync.method: disk`",
                 kind="train_setup",
             ) from error
@@ -134,7 +138,8 @@ class DeviceBuffer:
 def reduce_by_uuid(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Reduce a tensor of any shape as torch does, with the UUID of its GPU in place of the index.
 
-    The index of a GPU depends on CUDA_VISIBLE_DEVICES of each process. SGLang reads both (`patch_torch.py` of sglang.srt.utils).
+    The index of a GPU depends on CUDA_VISIBLE_DEVICES of each process. SGLang reads both (`patch_torch.py` of
+    sglang.srt.utils).
     """
     reductions: Any = torch_reductions  # not typed
     rebuild, values = reductions.reduce_tensor(tensor)
@@ -174,7 +179,8 @@ def _padded(size: int) -> int:
 
 @contextmanager
 def _file_system_sharing() -> Iterator[None]:
-    """Share memory by file name. A file descriptor could only be sent to a process that knows this process's auth key."""
+    """Share memory by file name. A file descriptor could only be sent to a process that knows this process's auth
+    key."""
     sharing: Any = torch.multiprocessing
     with _SHARING_STRATEGY_LOCK:
         before = sharing.get_sharing_strategy()

@@ -1,10 +1,11 @@
 """Sends new weights to SGLang servers by broadcasts in one process group.
 
-Process 0 of the training and every tensor-parallel process of every server are in one group. Servers are told names, number types
-and shapes of a bucket, and receive its tensors; the last bucket names the version.
+Process 0 of the training and every tensor-parallel process of every server are in one group. Servers are told names,
+number types and shapes of a bucket, and receive its tensors; the last bucket names the version.
 
 Invariants:
-- A failure ends the group for all of its processes. It is made again with the servers that are there, which get all buckets again.
+- A failure ends the group for all of its processes. It is made again with the servers that are there, which get all
+  buckets again.
 - A server that is lost during a push, or was away, stays out of the pool until it has the weights of a later push.
 """
 
@@ -199,7 +200,8 @@ class CollectiveSync:
         return await self._together(group.join, "/init_weights_update_group", bodies)
 
     async def _together(self, own: Callable[[], None], path: str, bodies: dict[Server, dict[str, Any]]) -> Outcomes:
-        """Do this process's part of a collective operation while the servers do theirs. Returns the errors of the servers."""
+        """Do this process's part of a collective operation while the servers do theirs. Returns the errors of the
+        servers."""
         mine = _in_thread(own)
         calls = {server: asyncio.ensure_future(post_update(server, path, body)) for server, body in bodies.items()}
         try:
@@ -208,7 +210,8 @@ class CollectiveSync:
             )
             if not waiting and not mine.exception() and not any(call.exception() for call in calls.values()):
                 return {}
-            # A server that connects to a store that is gone tries for half an hour; one that is connected stops waiting at once.
+            # A server that connects to a store that is gone tries for half an hour; one that is connected stops waiting
+            # at once.
             await asyncio.wait([*calls.values()], timeout=CONNECT_SECONDS)
             self._leave()
             await asyncio.wait([*calls.values()], timeout=ANSWER_SECONDS)
@@ -261,7 +264,8 @@ def _processes(server: Server, facts: dict[str, Any]) -> int:
     for key, name in (("pp_size", "pipeline"), ("dp_size", "data")):
         if int(facts.get(key) or 1) > 1:
             raise BackendError(
-                f"{server.url} has {key} {facts[key]}: SGLang takes broadcasts of weights only without {name} parallelism; "
+                f"{server.url} has {key} {facts[key]}: SGLang takes broadcasts of weights only without {name} "
+                "parallelism; "
                 "use `train.weight_sync.method: disk`",
                 kind="update_failed",
             )

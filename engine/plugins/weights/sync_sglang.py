@@ -1,8 +1,8 @@
 """Sends new weights to SGLang servers: through a folder, through shared memory, by broadcasts, or as a LoRA adapter.
 
 Invariants:
-- A server that did not load the weights gets no requests until it has (`engine.backends.sglang.control`). If a server dies
-  during a push, the push goes on with the others; if all are gone, it begins again when one is back.
+- A server that did not load the weights gets no requests until it has (`engine.backends.sglang.control`). If a server
+  dies during a push, the push goes on with the others; if all are gone, it begins again when one is back.
 - Weights that do not fit a server's model are refused before anything is sent (`ServerModels`).
 - Files that a server may still read stay in the folder: the newest weights, and adapters that running requests name.
 """
@@ -60,7 +60,8 @@ def open_sglang_sync(spec: EpisodeSpec, backend: SGLangBackend, folder: Path, *,
     method = spec.backend.sync_method(weights.method, lora=lora)
     if spec.backend.adapter_name is not None:
         raise TrainError(
-            f"`backend.adapter: {spec.backend.adapter_name}` cannot be used with `train`: the trainer starts from the base "
+            f"`backend.adapter: {spec.backend.adapter_name}` cannot be used with `train`: the trainer starts from the "
+            "base "
             "model; merge the adapter into the model and set `model.path` to the result",
             kind="train_setup",
         )
@@ -75,7 +76,8 @@ def open_sglang_sync(spec: EpisodeSpec, backend: SGLangBackend, folder: Path, *,
     if method == "collective":
         if lora:
             raise TrainError(
-                "`train.weight_sync.method: collective` sends all weights, but only an adapter is trained: use `adapter`",
+                "`train.weight_sync.method: collective` sends all weights, but only an adapter is trained: use "
+                "`adapter`",
                 kind="train_setup",
             )
         if getattr(spec.backend, "router", False):
@@ -86,7 +88,8 @@ def open_sglang_sync(spec: EpisodeSpec, backend: SGLangBackend, folder: Path, *,
         return CollectiveSync(backend, mode, weights.address, weights.port)
     if not lora:
         raise TrainError(
-            "`train.weight_sync.method: adapter` needs `train.lora`; without one all weights change: use `disk`, `tensors` or `collective`",
+            "`train.weight_sync.method: adapter` needs `train.lora`; without one all weights change: use `disk`, "
+            "`tensors` or `collective`",
             kind="train_setup",
         )
     if "lora_path" in backend.dropped:
@@ -106,7 +109,8 @@ class DiskSync:
         self._fit = ServerModels(backend)
 
     async def push(self, policy: Policy, version: int) -> Pushed:
-        """See `WeightSync`. The folder stays until the next one is loaded, so that a server that comes back can read it."""
+        """See `WeightSync`. The folder stays until the next one is loaded, so that a server that comes back can read
+        it."""
         await self._fit.check(policy)
         target = self._folder / f"version-{version}"
         await asyncio.to_thread(policy.save, target, serving=True)
@@ -121,7 +125,8 @@ class DiskSync:
 class TensorSync:
     """Through memory of this host: no file is written, and one bucket at a time is in memory twice.
 
-    A launched server that sees the GPU of a training of one process reads this GPU's memory (CUDA IPC), every other one shared memory.
+    A launched server that sees the GPU of a training of one process reads this GPU's memory (CUDA IPC), every other one
+    shared memory.
 
     Args:
         backend: The backend, started.
@@ -206,7 +211,8 @@ class AdapterSync:
         self._fit = ServerModels(backend)
 
     async def push(self, policy: Policy, version: int) -> Pushed:
-        """See `WeightSync`. Older adapters are unloaded at this push or a later one, when no request names them any more."""
+        """See `WeightSync`. Older adapters are unloaded at this push or a later one, when no request names them any
+        more."""
         backend = self._backend
         name = f"{self._stem}-{version}"
         target = self._folder / name
@@ -261,7 +267,8 @@ def _same_host(urls: list[str]) -> None:
                 trial.bind(address)  # an address that is this host's own
         except OSError:
             raise TrainError(
-                f"`train.weight_sync.method: tensors` uses shared memory, and {url} is not on this host: use `disk` with a "
+                f"`train.weight_sync.method: tensors` uses shared memory, and {url} is not on this host: use `disk` "
+                "with a "
                 "folder that both hosts share (`train.weight_sync.folder`)",
                 kind="train_setup",
             ) from None

@@ -4,12 +4,14 @@
     by_token = credit_tokens(spec, [Member(ledger, values=values, ends=ends), …])
     token_rewards = place(branch, ledger.totals, "last")
 
-Rewards of turns are in the ledger. Penalties of single tokens, which only a trainer knows, are `Member.penalties`: a method subtracts them
-from its rewards before it compares anything. Where an action is a turn, what counts is the sum over the turn's tokens.
+Rewards of turns are in the ledger. Penalties of single tokens, which only a trainer knows, are `Member.penalties`: a
+method subtracts them from its rewards before it compares anything. Where an action is a turn, what counts is the sum
+over the turn's tokens.
 
 Pure functions, one file for each method; `engine.schemas.credit` has the config class of each method, which names its
-formula and declares what it needs. A group is every episode of one task; each counts once, however many branches it exports.
-The caller decides which episodes belong to the group: an episode that failed for a reason other than the policy does not.
+formula and declares what it needs. A group is every episode of one task; each counts once, however many branches it
+exports. The caller decides which episodes belong to the group: an episode that failed for a reason other than the
+policy does not.
 """
 
 from __future__ import annotations
@@ -58,8 +60,8 @@ def credit(spec: CreditMethod, group: Sequence[SealedLedger | Member], *, base: 
 def credit_tokens(spec: CreditMethod, group: Sequence[Member], *, base: Path | None = None) -> list[list[Values]]:
     """Compute the advantages of a group's sampled tokens.
 
-    Each token has its turn's advantage, except with a method that has a formula for tokens (`token_formula`), and in turns with
-    rewards of parts (`credit_parts`).
+    Each token has its turn's advantage, except with a method that has a formula for tokens (`token_formula`), and in
+    turns with rewards of parts (`credit_parts`).
 
     Args:
         spec: As in `credit`.
@@ -97,8 +99,8 @@ def place(
 ) -> npt.NDArray[np.float32]:
     """Put each turn's value on its sampled tokens.
 
-    A turn is sampled in one branch only, so over an episode's branches each value appears once. A turn without sampled tokens in
-    this branch has no effect on the result.
+    A turn is sampled in one branch only, so over an episode's branches each value appears once. A turn without sampled
+    tokens in this branch has no effect on the result.
 
     Args:
         branch: One token sequence.
@@ -149,16 +151,17 @@ def credit_parts(
 ) -> ByToken:
     """The advantages of a group's sampled tokens, with the rewards of parts on the tokens of their parts.
 
-    With R the rewards of the group, R - P_t the same rewards without those of the parts of turn t, and p_i,j what part j of turn t of
-    episode i holds, the advantage of a token of turn t is
+    With R the rewards of the group, R - P_t the same rewards without those of the parts of turn t, and p_i,j what part
+    j of turn t of episode i holds, the advantage of a token of turn t is
 
         A_i,t(R - P_t)                          if it is in no part
         A_i,t(R - P_t) + sum of B(p_j)_i        over the parts j that contain it
 
-    A is the credit method. B compares p_i,j with the same part of the group's other episodes as the method compares episodes
-    (`baseline`, `scale`); an episode without this part counts with 0. A method that compares nothing has B(p) = p. All other turns
-    see the rewards of the parts in R, as part of what turn t earned. Parts are the same if they are the same call of the turn, or
-    both the k-th of the turn's other parts. If a part is the whole turn, and the method is `turn_return`, this is A_i,t(R).
+    A is the credit method. B compares p_i,j with the same part of the group's other episodes as the method compares
+    episodes (`baseline`, `scale`); an episode without this part counts with 0. A method that compares nothing has B(p)
+    = p. All other turns see the rewards of the parts in R, as part of what turn t earned. Parts are the same if they
+    are the same call of the turn, or both the k-th of the turn's other parts. If a part is the whole turn, and the
+    method is `turn_return`, this is A_i,t(R).
 
     Args:
         spec: The method.

@@ -1,13 +1,14 @@
 """What the credit methods share: the members of a group, returns, and the comparison with the group.
 
 Methods that compare have these keys:
-- `baseline: mean` subtracts the group's mean; in a group of one episode every advantage is then 0. `leave_one_out` subtracts
-  the mean of the other episodes (RLOO, arXiv 2402.14740, section 3.2), and nothing if there are no others.
-- `scale: std` divides by the group's sample standard deviation (with n - 1, as other trainers compute it) plus `EPSILON`.
-  Equal returns and a group of one are not scaled, because dividing by `EPSILON` alone would make them huge. `scale: none` is
-  Dr. GRPO's choice (arXiv 2503.20783): dividing gives more weight to tasks that are nearly always or nearly never solved.
-- An episode that has already ended counts with 0 in the baseline of later turns, because nothing more can be earned. A mean
-  over only the episodes that are still running is biased, because the policy decides which episodes run on.
+- `baseline: mean` subtracts the group's mean; in a group of one episode every advantage is then 0. `leave_one_out`
+  subtracts the mean of the other episodes (RLOO, arXiv 2402.14740, section 3.2), and nothing if there are no others.
+- `scale: std` divides by the group's sample standard deviation (with n - 1, as other trainers compute it) plus
+  `EPSILON`. Equal returns and a group of one are not scaled, because dividing by `EPSILON` alone would make them huge.
+  `scale: none` is Dr. GRPO's choice (arXiv 2503.20783): dividing gives more weight to tasks that are nearly always or
+  nearly never solved.
+- An episode that has already ended counts with 0 in the baseline of later turns, because nothing more can be earned. A
+  mean over only the episodes that are still running is biased, because the policy decides which episodes run on.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ class Member(Struct, frozen=True, kw_only=True, eq=False):
     after: float = 0.0
     """The critic's value of the state after the last turn, if a limit cut the episode there; 0 if it ended."""
     penalties: Values | None = None
-    """What is subtracted from the reward of each sampled token (`train.kl.in: reward`), in the order of `values`: float64 [sampled tokens].
-    The ledger does not hold them."""
+    """What is subtracted from the reward of each sampled token (`train.kl.in: reward`), in the order of `values`:
+    float64 [sampled tokens]. The ledger does not hold them."""
 
     def turn_penalties(self) -> Values:
         """The sum of the penalties of each turn's tokens, float64 [turns].
@@ -164,7 +165,8 @@ def compare_episodes(spec: ComparedCredit, scores: Sequence[float]) -> Values:
 
 
 def compare_turns(spec: ComparedCredit, rows: Sequence[Values]) -> list[Values]:
-    """Compare each turn's number with the group's at the same turn; an ended episode counts with 0. For each episode, float64 [turns]."""
+    """Compare each turn's number with the group's at the same turn; an ended episode counts with 0. For each episode,
+    float64 [turns]."""
     longest = max((len(row) for row in rows), default=0)
     padded = np.zeros((len(rows), longest))
     for into, row in zip(padded, rows, strict=True):
@@ -173,7 +175,8 @@ def compare_turns(spec: ComparedCredit, rows: Sequence[Values]) -> list[Values]:
 
 
 def shaped(group: Sequence[Member], reward: str | None, shape: Callable[[Values, Member], Values]) -> list[Values]:
-    """The turn rewards of each episode, float64 [turns], with one reward (or the sum, for None) replaced by `shape` of it.
+    """The turn rewards of each episode, float64 [turns], with one reward (or the sum, for None) replaced by `shape` of
+    it.
 
     Penalties of tokens are not a part of a score: they are subtracted from what `shape` returns.
     """

@@ -18,8 +18,9 @@ def outcome(spec: OutcomeCredit, group: Sequence[Member]) -> list[Values]:
 
         A_i,t = (R_i - mean(R)) / std(R)    for every turn t of episode i
 
-    R_i is the sum of episode i's rewards over turns and names, less the penalties of its tokens. The formula is that of `baseline: mean, scale: std`. The default,
-    `leave_one_out` without scaling, is RLOO (arXiv 2402.14740, section 3.2): A_i = R_i - mean over j != i of R_j.
+    R_i is the sum of episode i's rewards over turns and names, less the penalties of its tokens. The formula is that of
+    `baseline: mean, scale: std`. The default, `leave_one_out` without scaling, is RLOO (arXiv 2402.14740, section 3.2):
+    A_i = R_i - mean over j != i of R_j.
 
     The result holds one array, float64 [turns], for each episode of the group.
     """
@@ -33,13 +34,14 @@ def turn_return(spec: TurnReturnCredit, group: Sequence[Member]) -> list[Values]
         G_i,t = sum over k >= t of gamma^(k - t) * r_i,k
         A_i,t = (G_i,t - b_t) / std_t
 
-    r_i,k is the reward of turn k less the penalties of its tokens. b_t and std_t are over all n episodes of the group; an episode that has ended before turn t counts with G_i,t = 0.
+    r_i,k is the reward of turn k less the penalties of its tokens. b_t and std_t are over all n episodes of the group;
+    an episode that has ended before turn t counts with G_i,t = 0.
 
-    With `baseline: mean` an episode's own return is part of b_t, which scales the expected policy gradient by (n - 1) / n,
-    equally at every turn. A mean over only the m episodes that are still running would scale it by (m - 1) / m, which differs
-    between turns; and because the policy decides which episodes run on, that gradient would point in another direction than
-    that of the return. With `leave_one_out` the gradient is not scaled. With gamma 1 the first turn's advantage is that of
-    `outcome`.
+    With `baseline: mean` an episode's own return is part of b_t, which scales the expected policy gradient by (n - 1) /
+    n, equally at every turn. A mean over only the m episodes that are still running would scale it by (m - 1) / m,
+    which differs between turns; and because the policy decides which episodes run on, that gradient would point in
+    another direction than that of the return. With `leave_one_out` the gradient is not scaled. With gamma 1 the first
+    turn's advantage is that of `outcome`.
 
     The result holds one array, float64 [turns], for each episode of the group.
     """
@@ -50,13 +52,15 @@ def gigpo(spec: GigpoCredit, group: Sequence[Member]) -> list[Values]:
     """GiGPO (arXiv 2505.10978, equations 3 and 6 to 8).
 
         A^E_i   = (R_i - mean(R)) / F(R)                                        R_i: the episode's reward
-        G(s)    = {(turn t of episode i, G_i,t) : the turn began in state s}    G_i,t = sum over k >= t of gamma^(k-t) r_k
+        G(s)    = {(turn t of episode i, G_i,t) : the turn began in state s}
+        G_i,t   = sum over k >= t of gamma^(k-t) r_k
         A^S_i,t = (G_i,t - mean over G(s)) / F over G(s)
         A_i,t   = A^E_i + weight * A^S_i,t
 
-    Both comparisons count the penalties of tokens, as parts of r_k and R_i: verl-agent's GiGPO counts them in A^E only. F is the standard deviation (`scale: std`) or 1 (`scale: none`, the paper's alternative). A turn whose state occurs only once
-    in the group has A^S = 0. An episode that returns to a state is in that state's group once per visit, as in the paper; in
-    A^E it counts once.
+    Both comparisons count the penalties of tokens, as parts of r_k and R_i: verl-agent's GiGPO counts them in A^E only.
+    F is the standard deviation (`scale: std`) or 1 (`scale: none`, the paper's alternative). A turn whose state occurs
+    only once in the group has A^S = 0. An episode that returns to a state is in that state's group once per visit, as
+    in the paper; in A^E it counts once.
 
     The result holds one array, float64 [turns], for each episode of the group.
 
@@ -100,7 +104,8 @@ def keys_of(group: Sequence[Member], method: str) -> list[Sequence[str]]:
         keys = [key for key in member.state_keys or () if key is not None]
         if len(keys) != turns:
             raise LedgerError(
-                f"`method: {method}` needs the state in which each turn began, and these episodes were run without states; "
+                f"`method: {method}` needs the state in which each turn began, and these episodes were run without "
+                "states; "
                 "`engine rescore` with a spec of this method adds them"
             )
         keys_by_member.append(keys)
@@ -112,7 +117,8 @@ def entry(spec: EntryCredit, group: Sequence[Member], base: Path | None = None) 
 
     Raises:
         EntryError: there is no such function.
-        LedgerError: a member has penalties of tokens, or the function raised, or did not return one finite number for each turn.
+        LedgerError: a member has penalties of tokens, or the function raised, or did not return one finite number for
+            each turn.
     """
     if any(member.penalties is not None for member in group):
         raise LedgerError(

@@ -4,9 +4,9 @@
     [task.id for task in tasks]                 # easy:0, hard:0, easy:1, easy:2, hard:1, ...
     draws = Draws([2.0, 1.0], seed=None)        # endless, for a training: draws[n] is (source, number of its draw)
 
-The k-th draw of a source with weight w has the time (k + phase) / w; draws are taken in the order of their times. Each beginning of
-the order has the shares of the weights, to within one draw of each source. The phase is 1/2; with a seed, it is a number in [0, 1) that
-depends on the seed and the source's number alone.
+The k-th draw of a source with weight w has the time (k + phase) / w; draws are taken in the order of their times. Each
+beginning of the order has the shares of the weights, to within one draw of each source. The phase is 1/2; with a seed,
+it is a number in [0, 1) that depends on the seed and the source's number alone.
 
 Invariants:
 - The order depends on weights, seed and the sizes of the sources alone, and is the same in every launch.
@@ -74,8 +74,8 @@ class TaskList(Sequence[Task]):
 
 
 class MixedTable(TaskList):
-    """Tasks of several sources: of task i, `sources[i]` is its source, `places[i]` its index there, ascending for each source, and
-    `positions[i]` its index in the whole mix. `seed` is of the phases; None: 1/2.
+    """Tasks of several sources: of task i, `sources[i]` is its source, `places[i]` its index there, ascending for each
+    source, and `positions[i]` its index in the whole mix. `seed` is of the phases; None: 1/2.
     """
 
     def __init__(
@@ -127,8 +127,8 @@ class MixedTable(TaskList):
 def mixed_tasks(
     tables: Mapping[str, TaskList], weights: Sequence[float], *, seed: int | None, limit: int | None
 ) -> MixedTable:
-    """Each task of each source once, in the order of the weights [sources]; only the first `limit`. When a source has no more tasks, the
-    others go on.
+    """Each task of each source once, in the order of the weights [sources]; only the first `limit`. When a source has
+    no more tasks, the others go on.
     """
     counts = [len(table) for table in tables.values()]
     times = [
@@ -150,7 +150,8 @@ def phase(seed: int | None, source: int) -> float:
 
 
 class Draws:
-    """An endless order of draws from sources of these weights [sources], in which any draw is found without the ones before."""
+    """An endless order of draws from sources of these weights [sources], in which any draw is found without the ones
+    before."""
 
     def __init__(self, weights: Sequence[float], seed: int | None) -> None:
         self._weights = list(weights)

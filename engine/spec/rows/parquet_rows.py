@@ -16,8 +16,8 @@ from typing import Any
 from engine.spec.rows.sources import Row, RowFault, Rows
 
 GROUP_BYTES = 64 * 2**20
-"""Largest row group of a Parquet file, uncompressed, that is decoded whole to read one row. A file with a larger one is copied once
-into a temporary file, from which any row can be read."""
+"""Largest row group of a Parquet file, uncompressed, that is decoded whole to read one row. A file with a larger one is
+copied once into a temporary file, from which any row can be read."""
 KEPT_BYTES = 64 * 2**20
 """Decoded row groups of a Parquet file that are kept in memory, in bytes; the newest is always kept."""
 BATCH_BYTES = 8 * 2**20
@@ -90,8 +90,9 @@ def _batch_rows(metadata: Any) -> int:
 def _by_position(path: Path) -> Callable[[int], dict[str, Any]]:
     """A function from a position in a Parquet file to its row.
 
-    It decodes whole row groups and keeps the newest, up to KEPT_BYTES. When it has decoded twice as many groups as the file has,
-    as in a shuffled order, it copies the file once, if there is space: then each row is found without decoding others.
+    It decodes whole row groups and keeps the newest, up to KEPT_BYTES. When it has decoded twice as many groups as the
+    file has, as in a shuffled order, it copies the file once, if there is space: then each row is found without
+    decoding others.
     """
     file = _parquet_file(path)
     groups = [file.metadata.row_group(at) for at in range(file.metadata.num_row_groups)]
@@ -132,7 +133,8 @@ def _space_for(size: int) -> bool:
 
 
 def _copied(file: Any) -> Callable[[int], dict[str, Any]]:
-    """The same for a file with large row groups: its rows are copied into a temporary file that is mapped into memory."""
+    """The same for a file with large row groups: its rows are copied into a temporary file that is mapped into
+    memory."""
     import pyarrow
 
     with tempfile.NamedTemporaryFile(prefix="rows-", suffix=".arrow") as copy:

@@ -1,10 +1,11 @@
 """Rows of a source: iterated as a stream, and one by one by position.
 
-Invariant: `row(n)` is the n-th row of iterating, with the same number. A file that changes after it was indexed is an error, not
-other rows. Reads by position may come from several threads.
+Invariant: `row(n)` is the n-th row of iterating, with the same number. A file that changes after it was indexed is an
+error, not other rows. Reads by position may come from several threads.
 
-Rows of files are in text_rows.py (JSONL, CSV) and parquet_rows.py. What `plain` returns is JSON, except for values that it does not
-know, which `engine.storable.refusal` refuses. An image becomes a reference that `engine.schemas.message.ImagePart` takes: a path, or a
+Rows of files are in text_rows.py (JSONL, CSV) and parquet_rows.py. What `plain` returns is JSON, except for values that
+it does not know, which `engine.storable.refusal` refuses. An image becomes a reference that
+`engine.schemas.message.ImagePart` takes: a path, or a
 `data:` URI with the same bytes.
 """
 
@@ -59,7 +60,8 @@ class Rows(ABC):
 
 
 class ListRows(Rows):
-    """Rows in memory, or of an object with a length and items by position; `origin` says where a row is written, by position."""
+    """Rows in memory, or of an object with a length and items by position; `origin` says where a row is written, by
+    position."""
 
     def __init__(self, rows: Sequence[Any], origin: Callable[[int], Origin | None] = lambda _: None) -> None:
         self._rows = rows
@@ -78,7 +80,8 @@ class ListRows(Rows):
 
 
 class DatasetRows(Rows):
-    """Rows of a `datasets.Dataset`, which maps its files into memory. Images stay the structs that they are in the files."""
+    """Rows of a `datasets.Dataset`, which maps its files into memory. Images stay the structs that they are in the
+    files."""
 
     def __init__(self, table: Any) -> None:
         self._table = table.with_format("arrow")
@@ -124,8 +127,8 @@ def find(name: str, fields: Mapping[str, Any]) -> tuple[bool, Any]:
 def plain(value: Any) -> Any:
     """A row's value as JSON.
 
-    Dates, times and decimals become text. The bytes of an image file, a PIL image and the struct `{bytes, path}` become image
-    references. Everything else stays as it is.
+    Dates, times and decimals become text. The bytes of an image file, a PIL image and the struct `{bytes, path}` become
+    image references. Everything else stays as it is.
     """
     kind = type(value)
     if kind is str or kind is int or kind is float or kind is bool or value is None:

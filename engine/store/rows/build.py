@@ -4,8 +4,8 @@
     rows = builder.rows(list(store.trajectories()))         # of one task
 
 Invariants:
-- The arrays of a branch are unchanged from the store. Rewards and advantages are computed from the sealed ledgers, so another
-  credit method needs no new run.
+- The arrays of a branch are unchanged from the store. Rewards and advantages are computed from the sealed ledgers, so
+  another credit method needs no new run.
 - A group is the trainable finished episodes of one task; a baseline is computed from these episodes only.
 """
 
@@ -44,8 +44,8 @@ class RowBuilder(Struct, frozen=True, kw_only=True):
     base: Path | None = None
     """The spec's folder, for a credit method by entry point."""
     values: Mapping[str, Sequence[Sequence[float]]] | None = None
-    """A critic's values: episode id -> for each turn, one for each sampled token. None: the caller computes the credit that needs
-    them, and until then advantages are 0."""
+    """A critic's values: episode id -> for each turn, one for each sampled token. None: the caller computes the credit
+    that needs them, and until then advantages are 0."""
     evaluation: bool = False
     """Whether the run is an evaluation: then no row is trainable."""
     metadata: Mapping[str, Any] | None = None
@@ -174,7 +174,8 @@ def member_of(trajectory: Trajectory, values: Sequence[Sequence[float]] | None =
     sizes = [turn.end - turn.start for turn in turns]
     if values is not None and [len(of_turn) for of_turn in values] != sizes:
         raise LedgerError(
-            f"{trajectory.episode_id}: values for turns of {[len(of_turn) for of_turn in values]} tokens; they have {sizes}"
+            f"{trajectory.episode_id}: values for turns of {[len(of_turn) for of_turn in values]} tokens; they have "
+            f"{sizes}"
         )
     return Member(
         ledger=Ledger.of(trajectory.postings).seal(len(turns)),

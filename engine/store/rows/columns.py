@@ -1,8 +1,8 @@
 """The columns of a training row: one shape for JSONL, Parquet and Python, and the meaning of each column.
 
-Values that have no fixed type (arguments of tool calls, fields of tasks, facts) are JSON texts, and rewards by name are a
-list of `{name, value}`: every reader of Parquet supports strings, structs and lists, and not all support maps. A key that does
-not apply is present with the value null.
+Values that have no fixed type (arguments of tool calls, fields of tasks, facts) are JSON texts, and rewards by name are
+a list of `{name, value}`: every reader of Parquet supports strings, structs and lists, and not all support maps. A key
+that does not apply is present with the value null.
 """
 
 from __future__ import annotations
@@ -24,24 +24,30 @@ MEANINGS: dict[str, str] = {
     "episode_id": "The episode: `<task_id>/<sample_index>`.",
     "task_index": "Position of the task in its source, from 0.",
     "sample_index": "Index of the episode among the episodes of its task, from 0.",
-    "branch": "Index of the branch (an exact token sequence) in the episode, from 0. There is more than one if the chat template rewrites history.",
+    "branch": "Index of the branch (an exact token sequence) in the episode, from 0. There is more than one if the "
+    "chat template rewrites history.",
     "seed": "The episode's seed.",
-    "trainable": "Whether the row may be trained on: every id is known, any failure is the policy's, and this branch has sampled tokens.",
+    "trainable": "Whether the row may be trained on: every id is known, any failure is the policy's, and this branch "
+    "has sampled tokens.",
     "input_ids": "The token ids of the branch: what the model saw and sampled.",
     "loss_mask": "1 on sampled tokens, 0 elsewhere.",
     "logprobs": "The sampler's log-probabilities; 0.0 where `loss_mask` is 0.",
     "weight_versions": "The weight version that sampled the token; -1 where `loss_mask` is 0.",
     "turn_ids": "The assistant turn, from 0, on sampled tokens; -1 elsewhere.",
-    "token_rewards": "A turn's reward on its last sampled token, or spread over its sampled tokens, as `rewards.placement` says; 0.0 elsewhere.",
-    "advantages": "The turn's advantage on each of its sampled tokens (with `bilevel_gae` the token's own), 0.0 elsewhere; null where the row is not trainable.",
-    "unchecked_prompts": "Number of turns of this row whose prompt the server did not report, so that it could not be compared; 0 for the local backend.",
+    "token_rewards": "A turn's reward on its last sampled token, or spread over its sampled tokens, as "
+    "`rewards.placement` says; 0.0 elsewhere.",
+    "advantages": "The turn's advantage on each of its sampled tokens (with `bilevel_gae` the token's own), 0.0 "
+    "elsewhere; null where the row is not trainable.",
+    "unchecked_prompts": "Number of turns of this row whose prompt the server did not report, so that it could not be "
+    "compared; 0 for the local backend.",
     "turn_rewards": "Reward of every turn of the episode, also of turns in other branches.",
     "outcome": "How the episode ended.",
     "outcome.state": "The final state.",
     "outcome.event": "The event that led there.",
     "outcome.limit": "The limit that ended it, or null.",
     "outcome.failure": "The failure, or null.",
-    "outcome.failure.kind": "Stable name of the failure, such as `tool_timeout`; those of the guard are `bridge_differs`, `prompt_differs` and `unguarded` (exactness.md).",
+    "outcome.failure.kind": "Stable name of the failure, such as `tool_timeout`; those of the guard are "
+    "`bridge_differs`, `prompt_differs` and `unguarded` (exactness.md).",
     "outcome.failure.blame": "Who caused it: policy, tool, user, environment, backend, spec or engine.",
     "outcome.failure.message": "What happened, and how to fix it.",
     "outcome.failure.state": "The state in which it happened.",
@@ -76,7 +82,8 @@ MEANINGS: dict[str, str] = {
     "images.start": "Its first token.",
     "images.end": "One past its last token.",
     "images.grid": "The grid that the model's processor made: (t, h, w) in patches, or (rows, columns) of tiles.",
-    "routed_experts": "With `backend.routed_experts`: the experts that the sampler chose for the first tokens of the row, up to the last but one that the model read; else null. In Python an array [tokens, layers, top_k].",
+    "routed_experts": "With `backend.routed_experts`: the experts that the sampler chose for the first tokens of the "
+    "row, up to the last but one that the model read; else null. In Python an array [tokens, layers, top_k].",
     "routed_experts.shape": "Tokens, layers (all of the model; those without experts have zeros), experts of a token.",
     "routed_experts.dtype": "`uint8` up to 256 experts, `uint16` for more.",
     "routed_experts.data": "The array's little-endian bytes in C order; in JSONL as base64.",
@@ -94,7 +101,8 @@ MEANINGS: dict[str, str] = {
 
 
 def json_text(value: Any) -> str:
-    """Return a value as JSON. Values that JSON does not have (NaN, integers beyond 64 bits) are written as Python's `json` writes them."""
+    """Return a value as JSON. Values that JSON does not have (NaN, integers beyond 64 bits) are written as Python's
+    `json` writes them."""
     try:
         return orjson.dumps(value).decode()
     except TypeError:

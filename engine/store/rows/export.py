@@ -1,9 +1,11 @@
-"""Exports the training rows of a run: as dicts, as JSON lines, and as Parquet with typed lists and row groups of bounded size.
+"""Exports the training rows of a run: as dicts, as JSON lines, and as Parquet with typed lists and row groups of
+bounded size.
 
     for row in training_rows(store): ...                              # typed
     write_jsonl(export_rows(store), Path("rows.jsonl"))               # dicts, arrays as numpy
 
-`columns.py` has the meaning of each column of a row, `arrow_schema` its type; docs/rows.md has both. `loader.py` makes batches of rows.
+`columns.py` has the meaning of each column of a row, `arrow_schema` its type; docs/rows.md has both. `loader.py` makes
+batches of rows.
 
 Invariant: a Parquet file has the same columns and shapes as JSONL; it also keeps NaN and infinities.
 """
@@ -35,7 +37,8 @@ if TYPE_CHECKING:
 GROUP_ROWS = 1024
 """Maximum number of rows in a row group."""
 GROUP_TOKENS = 2_000_000
-"""Number of tokens after which a row group is written, also with few rows; eight characters of text count as one token."""
+"""Number of tokens after which a row group is written, also with few rows; eight characters of text count as one
+token."""
 
 
 def training_rows(
@@ -85,9 +88,9 @@ def export_rows(
     """Yield the columns of `training_rows`, which has the other arguments and the errors.
 
     Args:
-        vision: The model's images (`vision_of(store)`, or a run's own `format.vision`): a row of a branch with images then also has the
-            tensors that a forward pass needs besides `input_ids`, under the names of the model's family: `pixel_values`
-            and `image_grid_thw` for Qwen-VL.
+        vision: The model's images (`vision_of(store)`, or a run's own `format.vision`): a row of a branch with images
+            then also has the tensors that a forward pass needs besides `input_ids`, under the names of the model's
+            family: `pixel_values` and `image_grid_thw` for Qwen-VL.
     """
     rows = training_rows(store, credit=credit, trainable_only=trainable_only, score=score, values=values, keep=keep)
     for columns in columns_of(rows):

@@ -85,7 +85,8 @@ class TrainingRow(Struct, frozen=True, kw_only=True):
     episode: RowEpisode
     branch: Branch
     places: Places
-    """The indices of the trained tokens, ascending: the branch's sampled tokens, less those of masked turns. int64 [n]."""
+    """The indices of the trained tokens, ascending: the branch's sampled tokens, less those of masked turns. int64
+    [n]."""
     trainable: bool
     """Whether the row may be trained on."""
     advantages: Floats = msgspec.field(default_factory=lambda: np.zeros(0, np.float32))
@@ -109,7 +110,8 @@ class TrainingRow(Struct, frozen=True, kw_only=True):
         episode: RowEpisode | None = None,
         index: int = 0,
     ) -> TrainingRow:
-        """Make a row that no run has: of a file, or of a probe. All arguments are [T], also `advantages`; they are copied."""
+        """Make a row that no run has: of a file, or of a probe. All arguments are [T], also `advantages`; they are
+        copied."""
         ids, mask = np.array(input_ids, np.int32), np.array(loss_mask, np.int32)
         places = np.flatnonzero(mask == 1)
         branch = Branch(

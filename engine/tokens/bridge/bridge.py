@@ -1,9 +1,9 @@
 """Bridges: the tokens between two turns, checked against the chat template.
 
-Invariant: `Bridges.between` gives the exact continuation of a tape, or the reason why there is none. What is checked on probes, and for
-which templates and messages that holds, is in check.py; how a turn uses what they showed, in wrapper.py. Verdicts and wrappers depend
-on kinds of messages only, so all episodes of a run share them. Where probes cannot decide, the whole conversation is rendered and
-compared with the tape (`_compared_whole`).
+Invariant: `Bridges.between` gives the exact continuation of a tape, or the reason why there is none. What is checked on
+probes, and for which templates and messages that holds, is in check.py; how a turn uses what they showed, in
+wrapper.py. Verdicts and wrappers depend on kinds of messages only, so all episodes of a run share them. Where probes
+cannot decide, the whole conversation is rendered and compared with the tape (`_compared_whole`).
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ class ReplyEnd(msgspec.Struct, frozen=True):
     thinking: bool = False
     """Whether it ended inside its reasoning."""
     sampled: str | None = None
-    """Its text, the token that ended it included; None where that is plain text in which the template looks for nothing."""
+    """Its text, the token that ended it included; None where that is plain text in which the template looks for
+    nothing."""
     bare: bool = False
     """See `ParsedReply.bare`."""
 
@@ -61,8 +62,9 @@ class Bridges:
     def __init__(self, template: ChatTemplate) -> None:
         self._template = template
         self.whole: str | None = None
-        """Why every bridge is found by rendering the whole conversation and comparing it with the tape; None where checks of
-        probes decide. Setting it takes effect from the next bridge on, in all conversations of this format."""
+        """Why every bridge is found by rendering the whole conversation and comparing it with the tape; None where
+        checks of probes decide. Setting it takes effect from the next bridge on, in all conversations of this
+        format."""
         self.timed = False
         """No two renderings are alike: they show the time."""
         self._copies = True
@@ -94,7 +96,8 @@ class Bridges:
     ) -> Bridge | str:
         """The exact continuation of a tape whose newest reply is `reply`, or why there is none.
 
-        Costs O(new) for a plain reply, and O(reply + new) for another, once this process has met messages of these kinds.
+        Costs O(new) for a plain reply, and O(reply + new) for another, once this process has met messages of these
+        kinds.
 
         Args:
             kinds: The kinds of all messages up to and including the reply.
@@ -105,7 +108,8 @@ class Bridges:
             tools: The conversation's tools.
             keep: Continue although the template would rewrite earlier messages.
             whole: Render the whole conversation, and compare it with the tape.
-            conversation: Gives all messages up to and including the reply; called where a shorter conversation is not enough.
+            conversation: Gives all messages up to and including the reply; called where a shorter conversation is not
+                enough.
             tape: The tape, which ends with the reply.
         """
         other_day = self._dated and self._is_another_day(kinds.day)
@@ -178,7 +182,8 @@ class Bridges:
         last: int | None,
         tape: Tape,
     ) -> Bridge | str:
-        """`between` for any template: what it writes for the whole conversation, after the text of the tape; O(conversation).
+        """`between` for any template: what it writes for the whole conversation, after the text of the tape;
+        O(conversation).
 
         Nothing is taken from probes, from earlier renderings or from what a template usually does with contents.
         """
@@ -208,7 +213,8 @@ class Bridges:
         return Bridge(ids[:cut], ids[cut:])
 
     def _without_end(self, made: Bridge, last: int | None, keep: bool) -> Bridge | str:
-        """The continuation without the reply's end token, where that was sampled; or why the reply ended in another way."""
+        """The continuation without the reply's end token, where that was sampled; or why the reply ended in another
+        way."""
         if last not in self._template.stop_set:
             return made
         if made.closing:
@@ -222,7 +228,8 @@ class Bridges:
         return f"the reply ended with {self._template.decode([last or 0])!r}, where the template writes {wanted!r}"
 
     def _fitted(self, made: Bridge, end: ReplyEnd, sampled: str, shown: str | None, keep: bool) -> Bridge | str:
-        """The continuation of a reply that the template writes as `shown`: its closing is the part that was not sampled."""
+        """The continuation of a reply that the template writes as `shown`: its closing is the part that was not
+        sampled."""
         template, last = self._template, end.last
         ended = self._without_end(made, last, keep)
         closed = last in template.stop_set

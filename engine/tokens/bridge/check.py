@@ -1,7 +1,7 @@
 """The kinds of a conversation's messages -> whether a bridge may continue it, tested on probes of the same kinds.
 
-A bridge continues a tape after a reply without rendering the conversation again: next prompt = tape + closing + bridge. That is
-correct exactly when the template, shown the whole conversation, (1) writes everything up to the reply as it did
+A bridge continues a tape after a reply without rendering the conversation again: next prompt = tape + closing + bridge.
+That is correct exactly when the template, shown the whole conversation, (1) writes everything up to the reply as it did
 before, (2) shows the reply itself, and (3) writes after it something that depends on the new messages alone. For a
 conversation of n messages and new messages N, `check_bridge` renders *probes*, messages of the same kinds in the same
 order whose contents are unique marks, in two styles, and checks
@@ -9,33 +9,35 @@ order whose contents are unique marks, in two styles, and checks
   1. text: render(before the reply) is a prefix of render(all with N): nothing said earlier is shown differently;
   2. text: a reply without reasoning or calls is shown as it was said, with its end token and nothing around it;
   3. tokens: the ids of render(all with N) end with the ids of the bridge, which hold all of N and were made from a
-     stand-in for the reply and N alone, and which begin at an added token (text is split there before it is tokenised, so
-     no merge crosses it).
+     stand-in for the reply and N alone, and which begin at an added token (text is split there before it is tokenised,
+     so no merge crosses it).
 
-If (1) fails, the template rewrites history. If (3) fails, there is no bridge. (2) holds for every reply that is plain text in
-which the template's source looks for nothing. Any other reply (reasoning, calls, tags, blank, ended by another token) is
-checked by itself: the template writes it in a *frame*, a conversation of one question in which the probe is
+If (1) fails, the template rewrites history. If (3) fails, there is no bridge. (2) holds for every reply that is plain
+text in which the template's source looks for nothing. Any other reply (reasoning, calls, tags, blank, ended by another
+token) is checked by itself: the template writes it in a *frame*, a conversation of one question in which the probe is
 shown as it is in the whole one, or else in the whole conversation. What the template writes must begin with what was
 sampled; the rest of it, up to its end token, is the closing. Otherwise a branch begins, which says where they differ.
 
-A verdict on probes holds for messages of the same kinds if a template tests of a message what its kind tells, and copies contents,
-trimmed at most. Kinds tell a message's role, whether it has reasoning (or has it in its content, between its markers), whether it
-calls none, one or several tools, whether it holds images and one of them comes first, and whether its content is blank, wrapped as a
-tool's response, or has a text that the template looks for. What a template tests is not assumed: keys.py reads it
-from the template's syntax tree. A template that tests anything else, or that this reading does not understand, has no
-bridges by probes: every conversation is rendered whole at each turn (`Bridges.whole`).
+A verdict on probes holds for messages of the same kinds if a template tests of a message what its kind tells, and
+copies contents, trimmed at most. Kinds tell a message's role, whether it has reasoning (or has it in its content,
+between its markers), whether it calls none, one or several tools, whether it holds images and one of them comes first,
+and whether its content is blank, wrapped as a tool's response, or has a text that the template looks for. What a
+template tests is not assumed: keys.py reads it from the template's syntax tree. A template that tests anything else, or
+that this reading does not understand, has no bridges by probes: every conversation is rendered whole at each turn
+(`Bridges.whole`).
 
-The verdict for a sequence of kinds is that of its *signature*: the kinds before the first reply, which kind ever followed which, and
-which did since the newest user message, the last kinds, and the new ones. A template that counts messages, or keeps states of them, is one
-that is rendered whole, so no other one can tell two sequences of one signature apart. Verdicts are kept per signature, so a proof costs
-O(conversation) once for a signature and process, and a turn costs O(new messages).
+The verdict for a sequence of kinds is that of its *signature*: the kinds before the first reply, which kind ever
+followed which, and which did since the newest user message, the last kinds, and the new ones. A template that counts
+messages, or keeps states of them, is one that is rendered whole, so no other one can tell two sequences of one
+signature apart. Verdicts are kept per signature, so a proof costs O(conversation) once for a signature and process, and
+a turn costs O(new messages).
 
-Two kinds of messages make only their own conversation be rendered whole, from then on: a reply with reasoning markers in odd places
-(several of them, unclosed, not at its beginning), and a message with a text that the template looks for.
+Two kinds of messages make only their own conversation be rendered whole, from then on: a reply with reasoning markers
+in odd places (several of them, unclosed, not at its beginning), and a message with a text that the template looks for.
 
-Once probes have shown it, what the template puts around texts is kept (wrapper.py). The template must copy texts (or trim and copy
-them) and write arguments as JSON, for any characters at their edges and inside them. The result must equal what is rendered; for
-new messages, id for id.
+Once probes have shown it, what the template puts around texts is kept (wrapper.py). The template must copy texts (or
+trim and copy them) and write arguments as JSON, for any characters at their edges and inside them. The result must
+equal what is rendered; for new messages, id for id.
 """
 
 from __future__ import annotations
@@ -72,7 +74,8 @@ class ReplyFrame(msgspec.Struct, frozen=True):
     tail: str
     """What the template writes after the reply and its end token."""
     replies: dict[Any, ReplyText | None]
-    """By shape of a reply: what the template writes around its parts here; None where a reply of this shape has to be rendered."""
+    """By shape of a reply: what the template writes around its parts here; None where a reply of this shape has to be
+    rendered."""
 
 
 class BridgeVerdict(msgspec.Struct, frozen=True):
@@ -279,7 +282,8 @@ _VALUES: tuple[Any, ...] = (
     True,
     None,
 )
-"""What an argument is in the probes: each type of JSON, keys that are not sorted, characters that JSON or HTML escapes."""
+"""What an argument is in the probes: each type of JSON, keys that are not sorted, characters that JSON or HTML
+escapes."""
 
 
 def make_reply_text(render: Render, reply: View) -> ReplyText | None:
@@ -352,7 +356,8 @@ def _with_parts(reply: View, parts: Sequence[Any], ids: str) -> View:
 
 
 def _cut_at_parts(written: str, parts: Sequence[Any], texts: int) -> ReplyText | None:
-    """Cut a text at its parts, of which the first `texts` are texts; None where it does not contain each of them once."""
+    """Cut a text at its parts, of which the first `texts` are texts; None where it does not contain each of them
+    once."""
     writers: tuple[Callable[[Any], str], ...] = (*[str] * texts, *[plain_json] * (len(parts) - texts))
     needles = [write(part) for write, part in zip(writers, parts, strict=True)]
     if any(written.count(needle) != 1 for needle in needles):

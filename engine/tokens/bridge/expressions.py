@@ -1,7 +1,8 @@
 """An expression of a chat template -> the labels of its value: what the value may depend on.
 
-Reading an expression also notes what it tests or changes: literals that are looked for in contents, cuts, the date, and why the template
-cannot be followed. The reading is conservative: a variable has the labels of all its assignments. keys.py reads the statements.
+Reading an expression also notes what it tests or changes: literals that are looked for in contents, cuts, the date, and
+why the template cannot be followed. The reading is conservative: a variable has the labels of all its assignments.
+keys.py reads the statements.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ from engine.tokens.bridge.labels import (
 _DAY = re.compile(r"(?:[^%]|%[-_^#0]?[aAbBdeDhjmxyYGuUVwWFC%])*\Z")
 """A format of `strftime` that says no more than the day."""
 _PROBES = "Q A x " + "".join(
-    style(text) for style in (*STYLES, *WRAPPER_STYLES, *REPLY_STYLES) for text in ("Qz1234567890vKxProbe", "Wq1234567890jZyProbe", "Wr1234567890kXyProbe", "Why Qz0w")
+    style(text) for style in (*STYLES, *WRAPPER_STYLES, *REPLY_STYLES) for text in ("Qz1234567890vKxProbe",
+    "Wq1234567890jZyProbe", "Wr1234567890kXyProbe", "Why Qz0w")
 )  # fmt: skip
 """What the probes of all checks contain."""
 
@@ -278,7 +280,8 @@ class ExpressionReading:
         return Of.MESSAGE
 
     def _number(self, node: nodes.Node | None) -> tuple[str, int] | None:
-        """A number of messages: (`place`: of a message, `count`: of all, `kept`: of an earlier message, `fixed`), and what is added to it."""
+        """A number of messages: (`place`: of a message, `count`: of all, `kept`: of an earlier message, `fixed`), and
+        what is added to it."""
         match node:
             case nodes.Const() if isinstance(node.value, int) and not isinstance(node.value, bool):
                 return "fixed", node.value
@@ -336,7 +339,8 @@ class ExpressionReading:
         return None
 
     def _finds(self, node: nodes.Compare | nodes.Call) -> bool | None:
-        """The outcome of looking for a literal in a content that has none of those that the template looks for; None for other tests."""
+        """The outcome of looking for a literal in a content that has none of those that the template looks for; None
+        for other tests."""
         if isinstance(node, nodes.Compare):
             if len(node.ops) != 1 or node.ops[0].op not in ("in", "notin", "eq", "ne"):
                 return None
@@ -630,7 +634,8 @@ class ExpressionReading:
 
 
 def _is_edge(one: str, operator: str, other: str, difference: int) -> bool:
-    """Whether comparing two numbers of messages, `one operator other + difference`, tells no more than the kinds' order does."""
+    """Whether comparing two numbers of messages, `one operator other + difference`, tells no more than the kinds' order
+    does."""
     between = {"gt": difference + 1, "lteq": difference + 1, "gteq": difference, "lt": difference}
     if other == "fixed":
         if operator in ("eq", "ne"):

@@ -1,15 +1,18 @@
 """An ended branch -> whether it is what the chat template writes, compared in a process of its own.
 
     guard = BranchGuard(template, spec.model, base)
-    finding = await guard.check(conversation, written.trajectory, branches)     # None: each branch is what the template writes
+    # None: each branch is what the template writes
+    finding = await guard.check(conversation, written.trajectory, branches)
 
-It trusts nothing that made the tape: not the proofs of bridges, not quoting, not earlier renderings. The messages that the model
-was shown before a branch's last reply are rendered by Jinja as they are, and compared as text with the decoded ids up to that
-reply (guard_child.py). White space inside of what was sampled may differ, because it stays as it was sampled; nothing else may. What was
-not sampled is encoded again and must give the same ids. Sampled ids are not canonical, so they are not encoded.
+It trusts nothing that made the tape: not the proofs of bridges, not quoting, not earlier renderings. The messages that
+the model was shown before a branch's last reply are rendered by Jinja as they are, and compared as text with the
+decoded ids up to that reply (guard_child.py). White space inside of what was sampled may differ, because it stays as it
+was sampled; nothing else may. What was not sampled is encoded again and must give the same ids. Sampled ids are not
+canonical, so they are not encoded.
 
-This process only hands over what is stored of the episode. A child that dies, hangs or fails is replaced, and what it had is asked
-again, one episode at a time. An episode that has no answer after `TRIES` gets an `Unanswered`: it was not checked.
+This process only hands over what is stored of the episode. A child that dies, hangs or fails is replaced, and what it
+had is asked again, one episode at a time. An episode that has no answer after `TRIES` gets an `Unanswered`: it was not
+checked.
 """
 
 from __future__ import annotations
@@ -52,7 +55,8 @@ TOKENS_A_SECOND = 10_000
 MOST_TOKENS = 1 << 20
 """Tokens that are asked about at once, unless one episode has more."""
 _files: dict[tuple[int, bytes], IO[bytes]] = {}
-"""Tokenizers, by process (a fork has its own) and content. The files have no name, so that a process that is killed leaves none behind."""
+"""Tokenizers, by process (a fork has its own) and content. The files have no name, so that a process that is killed
+leaves none behind."""
 COMPARE = "engine.tokens.bridge.guard_child:compare"
 
 
@@ -154,7 +158,8 @@ class _Job:
 
 
 def _asked(conversation: Conversation) -> list[tuple[Any, ...]]:
-    """For each branch: the thread before its last reply, replies as they were written, tools, tokens that another branch sampled, and the time.
+    """For each branch: the thread before its last reply, replies as they were written, tools, tokens that another
+    branch sampled, and the time.
 
     A thread is how many of the episode's first messages it has or, where it has others, numbers of these and messages.
     """
@@ -262,7 +267,8 @@ def _asking() -> _Asking:
 
 
 def _saved(backend: Any) -> str:
-    """A file with a tokenizer of `tokenizers`: one for each content, so that the child reads it once however many runs there are."""
+    """A file with a tokenizer of `tokenizers`: one for each content, so that the child reads it once however many runs
+    there are."""
     text = backend.to_str().encode()
     process = os.getpid()
     key = process, blake2b(text, digest_size=16).digest()

@@ -1,7 +1,7 @@
 """The guard's own process: renders conversations with Jinja, and compares them with the tokens of their branches.
 
-It shares no code with what makes the tape (check.py, wrapper.py, bridge.py, tokenizer.py), so that one bug cannot hide itself, and
-imports only what it needs. `compare` is called by `engine.processes.worker`.
+It shares no code with what makes the tape (check.py, wrapper.py, bridge.py, tokenizer.py), so that one bug cannot hide
+itself, and imports only what it needs. `compare` is called by `engine.processes.worker`.
 """
 
 from __future__ import annotations
@@ -80,7 +80,8 @@ class _Form:
 
     @cached_property
     def _format(self) -> Any:
-        """The engine's own chat format, where it has no template (a family of `renderers`) or a tokenizer without a file."""
+        """The engine's own chat format, where it has no template (a family of `renderers`) or a tokenizer without a
+        file."""
         from engine.schemas.model import ModelSpec
         from engine.tokens.loading import load_format
 
@@ -100,7 +101,8 @@ class _Form:
 
     @cached_property
     def absorbs(self) -> bool:
-        """Whether tokens do not give all of a text back: added tokens take white space in, or pieces begin with a space of their own."""
+        """Whether tokens do not give all of a text back: added tokens take white space in, or pieces begin with a space
+        of their own."""
         if "sources" not in self._facts:
             return True
         added = self._backend.get_added_tokens_decoder().values()
@@ -148,7 +150,8 @@ class _Form:
         return str(self._backend.normalizer.normalize_str(text))
 
     def views(self, messages: Iterable[Json], verbatim: dict[str, Json], *, quoted: bool = False) -> list[Json]:
-        """Messages as `apply_chat_template` gets them; quoted where there are marks (see `unmarked`), or all of them with `quoted`."""
+        """Messages as `apply_chat_template` gets them; quoted where there are marks (see `unmarked`), or all of them
+        with `quoted`."""
         facts, marks = self._facts, quoted or bool(verbatim)
         views: list[Json] = []
         for number, message in enumerate(messages):
@@ -164,7 +167,8 @@ class _Form:
         return views
 
     def unmarked(self, text: str, verbatim: dict[str, Json]) -> str:
-        """What was rendered, before quoting. A reply's own text that only spells a token stays hidden from the template's tests."""
+        """What was rendered, before quoting. A reply's own text that only spells a token stays hidden from the
+        template's tests."""
         return _unquoted(text) if verbatim and self.hides else text
 
     def _quoted(self, value: Any) -> Any:
@@ -271,7 +275,8 @@ def compare(_: Any, asked: Json) -> list[Json]:
         asked: `form`, and `episodes`: rows as they are stored, and what each branch was shown.
 
     Returns:
-        For each episode {}, or its first difference: `branch`, `token`, `id`, `turns` and `message`; or {"error": why there is no answer}.
+        For each episode {}, or its first difference: `branch`, `token`, `id`, `turns` and `message`; or {"error": why
+        there is no answer}.
     """
     facts = asked["form"]
     form = _forms.get(facts["key"])
@@ -352,7 +357,8 @@ def _difference(form: _Form, messages: list[Json], spans: Any, data: str, place:
             read = form.encode(piece.text)[wrong : wrong + 6]
             return difference(
                 piece.token(wrong),
-                f"the text {_quote(form.decode(piece.ids[max(wrong - 2, 0) :]))} is tokenised to {read} at its token {min(wrong, 2)}, and the row has "
+                f"the text {_quote(form.decode(piece.ids[max(wrong - 2, 0) :]))} is tokenised to {read} at its token "
+                f"{min(wrong, 2)}, and the row has "
                 f"{piece.ids[wrong : wrong + 6]}",
             )
     return None
@@ -383,7 +389,8 @@ def _runs(spans: list[Any], inherited: Sequence[Sequence[int]]) -> tuple[list[_R
 
 
 def _apart(pieces: Sequence[_Piece], text: str) -> tuple[_Piece, int, int] | None:
-    """Where a branch differs from a text: (piece, character of it, character of the text); None where white space of replies alone does."""
+    """Where a branch differs from a text: (piece, character of it, character of the text); None where white space of
+    replies alone does."""
     places = {0}
     furthest = (pieces[0], 0, 0)
     for piece in pieces:

@@ -1,16 +1,20 @@
-"""The source of a chat template -> what it tests or changes of the conversation, and what makes every prompt be rendered whole.
+"""The source of a chat template -> what it tests or changes of the conversation, and what makes every prompt be
+rendered whole.
 
-Bridges are checked on probes that stand for messages of the same kinds (check.py). That holds for a template that copies
-contents and tests no more than a kind says. So this reading of the source decides, once for a template:
+Bridges are checked on probes that stand for messages of the same kinds (check.py). That holds for a template that
+copies contents and tests no more than a kind says. So this reading of the source decides, once for a template:
 
-- literals that it looks for in contents (`in`, `startswith`, `split`, `replace`, …): in a message without any of them, all these tests
-  are false and all these cuts change nothing. A message that has one makes its conversation be rendered whole at each turn;
-- whether it writes contents changed (cut, in capitals, as JSON): then bridges and replies are rendered with the actual contents;
+- literals that it looks for in contents (`in`, `startswith`, `split`, `replace`, …): in a message without any of them,
+  all these tests are false and all these cuts change nothing. A message that has one makes its conversation be rendered
+  whole at each turn;
+- whether it writes contents changed (cut, in capitals, as JSON): then bridges and replies are rendered with the actual
+  contents;
 - whether it shows the date;
-- everything else that it tests (lengths, parts of contents, numbers of messages, states over several messages, …), and all that this
-  reading does not understand: then every conversation is rendered whole at each turn.
+- everything else that it tests (lengths, parts of contents, numbers of messages, states over several messages, …), and
+  all that this reading does not understand: then every conversation is rendered whole at each turn.
 
-The reading is conservative: labels say what a value may depend on, and a variable has the labels of all its assignments.
+The reading is conservative: labels say what a value may depend on, and a variable has the labels of all its
+assignments.
 """
 
 from __future__ import annotations
@@ -93,7 +97,8 @@ def _read(sources: tuple[str, ...], variables: tuple[tuple[str, Any], ...], in_p
 
 
 def looks(keys: TemplateKeys, source: str) -> tuple[Looked, re.Pattern[str] | None, re.Pattern[str] | None]:
-    """What a template looks for: what kinds have to tell, what may be in a text of a reply (None: nothing), and what in several texts put together.
+    """What a template looks for: what kinds have to tell, what may be in a text of a reply (None: nothing), and what in
+    several texts put together.
 
     Args:
         keys: What it tests.
@@ -145,7 +150,8 @@ class _TemplateReading(ExpressionReading):
         if self._latched_output and any(slot.places for slot in self._slots.values()):
             self._refuse("what it writes for a message depends on earlier messages and on later ones")
         return TemplateKeys(
-            tuple(self._literals), tuple(self._equals), self._in_calls, self._replaces, self._copies, self._blank, self._tools, self._dated, self._timed, tuple(self._whole)
+            tuple(self._literals), tuple(self._equals), self._in_calls, self._replaces, self._copies, self._blank,
+            self._tools, self._dated, self._timed, tuple(self._whole)
         )  # fmt: skip
 
     def _state(self) -> str:
@@ -353,7 +359,8 @@ class _TemplateReading(ExpressionReading):
         return any(labels & Of.LATER for _, _, labels in self._tests)
 
     def _is_of_a_user(self) -> bool:
-        """Whether the current node is reached for each message of a user and no other; going backwards, for the last one."""
+        """Whether the current node is reached for each message of a user and no other; going backwards, for the last
+        one."""
         if not self._loops[-1][1] and any(labels & (Of.LATCH | Of.STATE) for _, _, labels in self._tests):
             return False
         return any(holds and any(map(_says_user, conjuncts(test))) for test, holds, _ in self._tests)

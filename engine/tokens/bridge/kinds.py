@@ -1,4 +1,5 @@
-"""A message -> its kind, a number for all that a template may test of it, and a probe that stands for messages of this kind.
+"""A message -> its kind, a number for all that a template may test of it, and a probe that stands for messages of this
+kind.
 
 Invariant: `MessageKinds` has all of a conversation that a verdict on its bridges depends on (check.py).
 """
@@ -29,7 +30,8 @@ PICTURED = 32
 """A message with images that is not the model's: this, its role, and 3 where an image comes first, or 6 where there is
 no text at all. Some templates look at the first part."""
 LOOKED = 41
-"""A message that is not the model's, with a text that the template looks for: this and its role. All kinds are below 44."""
+"""A message that is not the model's, with a text that the template looks for: this and its role. All kinds are below
+44."""
 _KINDS = 44
 
 MARKERS = ("<think>", "</think>", "<|channel", "[THINK]", "[/THINK]", "<seed:think>", "</seed:think>")
@@ -143,7 +145,8 @@ def _today() -> date:
 
 
 class MessageKinds(msgspec.Struct, frozen=True):
-    """What the verdict on a bridge depends on, of the messages before it: a value, made from its predecessor in O(1)."""
+    """What the verdict on a bridge depends on, of the messages before it: a value, made from its predecessor in
+    O(1)."""
 
     day: date = msgspec.field(default_factory=_today)
     """The day on which the conversation began."""

@@ -60,11 +60,14 @@ VISIBLE = ("upper", "lower", "title", "capitalize", "urlencode", "tojson", "stri
 _CHANGES = (*VISIBLE, "indent", "truncate", "replace", "striptags")
 KINDS_TELL = (*MARKERS, *WRAP)  # literals that kinds of messages tell of
 PURE_TESTS = frozenset(
-    ("defined", "undefined", "none", "string", "mapping", "iterable", "sequence", "boolean", "true", "false", "number", "integer", "float", "callable")
+    ("defined", "undefined", "none", "string", "mapping", "iterable", "sequence", "boolean", "true", "false",
+     "number", "integer", "float", "callable")
 )  # fmt: skip
 PURE_FILTERS = frozenset(
-    (*TEXT_FILTERS, *_CHANGES, "default", "d", "list", "items", "dictsort", "map", "reject", "select", "selectattr", "rejectattr", "first", "last",
-     "length", "count", "int", "float", "abs", "sort", "unique", "reverse", "wordcount", "sum", "min", "max", "attr", "round", "format", "batch")
+    (*TEXT_FILTERS, *_CHANGES, "default", "d", "list", "items", "dictsort", "map", "reject", "select", "selectattr",
+     "rejectattr", "first", "last",
+     "length", "count", "int", "float", "abs", "sort", "unique", "reverse", "wordcount", "sum", "min", "max", "attr",
+     "round", "format", "batch")
 )  # fmt: skip
 
 

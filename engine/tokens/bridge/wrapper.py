@@ -1,14 +1,16 @@
-"""What a template writes around texts, kept: new messages or a reply -> what the template writes for them, without rendering them.
+"""What a template writes around texts, kept: new messages or a reply -> what the template writes for them, without
+rendering them.
 
-A `Wrapper` gives what it writes around new messages, and a `ReplyText` what it writes for a reply. Both are made in check.py, once
-probes have shown that the template copies these texts.
+A `Wrapper` gives what it writes around new messages, and a `ReplyText` what it writes for a reply. Both are made in
+check.py, once probes have shown that the template copies these texts.
 
-A wrapper takes only contents without `<`, because a template could look for tags. Text beyond an added token is kept as ids,
-because a tokenizer splits text at the tokens that `FastTokenizer.borders` gives before it does anything else. A reply with a text
-that the template's source looks for has no `ReplyText`.
+A wrapper takes only contents without `<`, because a template could look for tags. Text beyond an added token is kept as
+ids, because a tokenizer splits text at the tokens that `FastTokenizer.borders` gives before it does anything else. A
+reply with a text that the template's source looks for has no `ReplyText`.
 
-The reply's sampled tokens are kept as they are, canonical or not. White space in what was sampled may differ from what the
-template would write (it trims contents, and spaces its JSON); any other difference begins a branch (`remainder`; for a whole tape `end_in`).
+The reply's sampled tokens are kept as they are, canonical or not. White space in what was sampled may differ from what
+the template would write (it trims contents, and spaces its JSON); any other difference begins a branch (`remainder`;
+for a whole tape `end_in`).
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ _WORD = re.compile(r"\S+")
 
 
 class Bridge(msgspec.Struct, frozen=True):
-    """What follows a reply: the token that ends it, where the template writes one, and the tokens up to the next reply."""
+    """What follows a reply: the token that ends it, where the template writes one, and the tokens up to the next
+    reply."""
 
     closing: list[int]
     bridge: list[int]
@@ -84,7 +87,8 @@ class ReplyText(msgspec.Struct, frozen=True):
 
 
 def parts_of(reply: View) -> list[Any]:
-    """The parts of a reply that templates copy: its reasoning and content, where there are any, and the arguments of its calls."""
+    """The parts of a reply that templates copy: its reasoning and content, where there are any, and the arguments of
+    its calls."""
     parts: list[Any] = []
     for text in (reply.get("reasoning_content"), reply["content"]):
         if text:
@@ -166,7 +170,8 @@ Piece = tuple[bool, str]
 
 
 def pieces_of(template: ChatTemplate, tape: Tape) -> list[Piece]:
-    """The text of each span of a tape, with one marker for an image, and of each reply in a prompt that another tape gave; O(tape)."""
+    """The text of each span of a tape, with one marker for an image, and of each reply in a prompt that another tape
+    gave; O(tape)."""
     pieces: list[Piece] = []
     for span in tape.spans:
         sampled = span.kind == "generated" or (span.start, span.end) in tape.texts
@@ -190,7 +195,8 @@ def _text(template: ChatTemplate, tape: Tape, start: int, end: int) -> str:
 
 
 def end_in(pieces: Sequence[Piece], text: str) -> int | None:
-    """The index in `text` where the tape ends; None where the tape is no beginning of the text. Only the white space of what was sampled may differ."""
+    """The index in `text` where the tape ends; None where the tape is no beginning of the text. Only the white space of
+    what was sampled may differ."""
     said = "".join([piece for _, piece in pieces])
     if text.startswith(said):
         return len(said)
@@ -215,7 +221,8 @@ def difference(pieces: Sequence[Piece], text: str) -> int:
 
 
 def _spaced_ends(piece: str, text: str, start: int) -> list[int]:
-    """Where a sampled piece may end if its white space differs: first the end that has the piece's own last white space."""
+    """Where a sampled piece may end if its white space differs: first the end that has the piece's own last white
+    space."""
     bare = "".join(piece.split())
     end = start + len(bare)
     while end <= len(text) and (missing := len(bare) - len("".join(text[start:end].split()))):

@@ -53,7 +53,8 @@ class ParsedReply(msgspec.Struct, frozen=True):
     sampled: str | None = None
     """All that was sampled, as text, where that was decoded at once."""
     bare: bool = False
-    """It ends with its calls, which are shown as calls, and no text of it spells an added token or has anything that the template looks for."""
+    """It ends with its calls, which are shown as calls, and no text of it spells an added token or has anything that
+    the template looks for."""
 
 
 class ReplyParser:
@@ -196,8 +197,8 @@ def call_tokens(
 ) -> tuple[int, int] | None:
     """The tokens [start, end) of call number `call`, malformed ones counted; None if the reply has no such call.
 
-    A call ends with the first token after which the parser reads it as it does in the whole reply. It begins with the opening
-    mark of its format; if the format has none, after the previous call or the text.
+    A call ends with the first token after which the parser reads it as it does in the whole reply. It begins with the
+    opening mark of its format; if the format has none, after the previous call or the text.
 
     Args:
         template: The chat template.

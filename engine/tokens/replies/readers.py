@@ -1,8 +1,8 @@
 """Sampled ids of a model family -> what the family's parser in the library `renderers` reads in them.
 
-Invariant: every attempt at a call is kept, read or malformed, and all words and markers that are no structure are in the content
-or the reasoning. Where the template shows no reasoning, a reader reports none: a reply's reasoning is then part of its content,
-so that no prompt loses it.
+Invariant: every attempt at a call is kept, read or malformed, and all words and markers that are no structure are in
+the content or the reasoning. Where the template shows no reasoning, a reader reports none: a reply's reasoning is then
+part of its content, so that no prompt loses it.
 """
 
 from __future__ import annotations
@@ -77,8 +77,9 @@ class QwenReply(msgspec.Struct, frozen=True):
 class QwenReader:
     """Parses replies in Qwen3's format, of one tokenizer.
 
-    `read` gives what the library's `parse_qwen3` gives, or None for a reply that the library must parse: one with reasoning (unless it
-    ends with its only call), one that went on after a token that ends replies, or one after a prompt that may have opened reasoning.
+    `read` gives what the library's `parse_qwen3` gives, or None for a reply that the library must parse: one with
+    reasoning (unless it ends with its only call), one that went on after a token that ends replies, or one after a
+    prompt that may have opened reasoning.
 
     Args:
         decode: Ids -> text.
@@ -134,7 +135,8 @@ class QwenReader:
         return QwenReply(self._decode(said).strip(), calls)
 
     def _decoded_at_once(self, ids: list[int], marks: list[int]) -> QwenReply | None:
-        """A reply that ends with one call, cut as text; None where its texts may spell an added token, or text follows the call.
+        """A reply that ends with one call, cut as text; None where its texts may spell an added token, or text follows
+        the call.
 
         A text without `<` has no added token, and JSON without a backslash has none once it is read.
         """
@@ -158,7 +160,8 @@ class QwenReader:
         return QwenReply(content.strip(), [call], reasoning.strip() or None, None, sampled, texts, ending)
 
     def _find(self, data: bytes) -> list[int]:
-        """Positions of marks among ids of four bytes each, in order. Searching bytes is faster than comparing numbers."""
+        """Positions of marks among ids of four bytes each, in order. Searching bytes is faster than comparing
+        numbers."""
         marks: list[int] = []
         for mark in self._spelled:
             at = data.find(mark)
@@ -230,7 +233,8 @@ class TokenParse(msgspec.Struct, eq=False):
     after: str = ""
     """The text after the reasoning, calls included. Only set where there are calls."""
     sampled: str | None = None
-    """The whole reply as text, the token that ended it included, where it was decoded at once; `texts` spell no added token then."""
+    """The whole reply as text, the token that ended it included, where it was decoded at once; `texts` spell no added
+    token then."""
     texts: str = ""
     """With `sampled`: its reasoning, its content and the inside of its calls."""
 
@@ -269,7 +273,8 @@ class Harmony:
         return read
 
     def _content(self, ids: list[int]) -> str:
-        """What is said beside reasoning and calls: the final channel, commentary, and what is in no channel that is known."""
+        """What is said beside reasoning and calls: the final channel, commentary, and what is in no channel that is
+        known."""
         from renderers.parsing import harmony_blocks
 
         parts: list[str] = []
@@ -470,9 +475,10 @@ def restored(
 ) -> tuple[dict[str, Any], bool]:
     """A call's arguments as they were written.
 
-    A template that writes `<parameter=text>` or `<arg_value>` writes a string as it stands, and any other value as JSON or as Python
-    prints it. The library's parsers trim such strings, and take `None`, `True` and `False` for text. Here a string keeps its white
-    space, and these words are values only where the tool's schema or the quotes of the family say so.
+    A template that writes `<parameter=text>` or `<arg_value>` writes a string as it stands, and any other value as JSON
+    or as Python prints it. The library's parsers trim such strings, and take `None`, `True` and `False` for text. Here
+    a string keeps its white space, and these words are values only where the tool's schema or the quotes of the family
+    say so.
 
     Args:
         name: The tool.

@@ -34,7 +34,8 @@ class ParsedCalls(Struct, frozen=True):
 
 
 class UnreadableCall(Exception):
-    """A call that cannot be read. The message tells the model what is wrong with it, and does not repeat a long call."""
+    """A call that cannot be read. The message tells the model what is wrong with it, and does not repeat a long
+    call."""
 
     def __init__(self, message: str) -> None:
         super().__init__(brief(message))
@@ -84,10 +85,11 @@ class ToolCallFormat(ABC):
 
 
 class TaggedFormat(ToolCallFormat):
-    """Calls between an opening and a closing tag; a subclass sets `marks` to the two and reads and writes what is between.
+    """Calls between an opening and a closing tag; a subclass sets `marks` to the two and reads and writes what is
+    between.
 
-    A call that is opened and not closed is malformed: its end may be missing, and the engine must not run a call that the
-    model did not finish.
+    A call that is opened and not closed is malformed: its end may be missing, and the engine must not run a call that
+    the model did not finish.
     """
 
     checks_calls = True

@@ -1,4 +1,5 @@
-"""The built-in tool-call formats: `hermes`, `plain`, `pythonic`. To add one, write its class here and add it to `FORMATS`."""
+"""The built-in tool-call formats: `hermes`, `plain`, `pythonic`. To add one, write its class here and add it to
+`FORMATS`."""
 
 from __future__ import annotations
 
@@ -89,8 +90,8 @@ class PlainFormat(TaggedFormat):
     <call>calculate(expression="3 * (4 + 5)")</call>
     <call>calculate(3 * (4 + 5))</call>
 
-    Arguments are given by keyword or in the order of the tool's parameters. For a parameter of type string, text that is not a
-    literal is taken as it stands. A tool with one parameter, a string, takes everything in the parentheses.
+    Arguments are given by keyword or in the order of the tool's parameters. For a parameter of type string, text that
+    is not a literal is taken as it stands. A tool with one parameter, a string, takes everything in the parentheses.
     """
 
     name = "plain"
@@ -174,12 +175,14 @@ def _value(key: str, node: ast.expr, source: str, type_: str) -> Any:
 
 
 class PythonicFormat(ToolCallFormat):
-    """All calls of a reply in one Python list, as LFM2 writes them; values are Python literals, or JSON's true, false and null.
+    """All calls of a reply in one Python list, as LFM2 writes them; values are Python literals, or JSON's true, false
+    and null.
 
     <|tool_call_start|>[calculate(expression="3 * (4 + 5)"), now()]<|tool_call_end|>
 
     Args:
-        escapes: The template escapes text. Where it does not, `\\n` could be one character or two: such a call is malformed.
+        escapes: The template escapes text. Where it does not, `\\n` could be one character or two: such a call is
+            malformed.
     """
 
     name = "pythonic"
@@ -300,7 +303,10 @@ def tool_call_format(name: str, base: Path | None = None) -> ToolCallFormat:
     from engine.spec.code.entry import load_entry
 
     loaded = load_entry(name, base)
-    fix = "derive it from engine.tokens.toolcalls.ToolCallFormat and define parse(text, tools, prefix) and write(text, calls)"
+    fix = (
+        "derive it from engine.tokens.toolcalls.ToolCallFormat and define parse(text, tools, prefix) and write(text, "
+        "calls)"
+    )
     if isinstance(loaded, type) and issubclass(loaded, ToolCallFormat):
         if missing := sorted(loaded.__abstractmethods__):
             raise RenderError(f"model.tool_calls: {name} does not define {' and '.join(missing)}; {fix}")

@@ -3,10 +3,10 @@
     loss, metrics = objective(spec.train, tokens)       # of a micro-batch; add up over micro-batches and processes
     per_token = policy_loss(GspoLoss(), tokens)         # [n], without loss weights and without rollout correction
 
-With r = current / proximal, the ratio of the sampled token's probabilities, and A its advantage, a formula gives the loss of
-each token. `engine.schemas.loss` has the config class of each loss: its keys, its formula, the level of its ratio and its
-denominator (`engine.train.loss_columns`). Log-probs of -inf and very large ratios give finite losses and gradients
-(`engine.train.ratios`).
+With r = current / proximal, the ratio of the sampled token's probabilities, and A its advantage, a formula gives the
+loss of each token. `engine.schemas.loss` has the config class of each loss: its keys, its formula, the level of its
+ratio and its denominator (`engine.train.loss_columns`). Log-probs of -inf and very large ratios give finite losses and
+gradients (`engine.train.ratios`).
 """
 
 from engine.train.losses.formulas import PolicyLoss, loss_ratio, policy_loss

@@ -36,7 +36,8 @@ class PolicyLoss(ABC, Generic[Spec]):
         """
 
     def ratio_bounds(self, advantages: Tensor) -> tuple[Tensor, Tensor]:
-        """Lower and upper bound of the ratio, [n] each; the default has none. A bound that cannot change the loss is 0 or infinite.
+        """Lower and upper bound of the ratio, [n] each; the default has none. A bound that cannot change the loss is 0
+        or infinite.
 
         Overridden by losses with `clips_ratio`.
 
@@ -49,10 +50,10 @@ class PolicyLoss(ABC, Generic[Spec]):
 class ClippedSurrogate(PolicyLoss[ClippedLoss]):
     """-min(r A, clip(r, 1 - low, 1 + high) A): PPO (arXiv 1707.06347, equation 7).
 
-    clip_high above clip_low is DAPO's clip-higher (2503.14476, section 3.1). With `delta`, r is at most delta where A < 0:
-    dual-clip PPO (1912.09729). With the ratio of the sequence it is GSPO in its token form (2507.18071, equations 5, 7, 13 and
-    14): if all advantages of a row are equal, value and gradient are those of the sequence form; otherwise each token's
-    gradient uses its own advantage.
+    clip_high above clip_low is DAPO's clip-higher (2503.14476, section 3.1). With `delta`, r is at most delta where A <
+    0: dual-clip PPO (1912.09729). With the ratio of the sequence it is GSPO in its token form (2507.18071, equations 5,
+    7, 13 and 14): if all advantages of a row are equal, value and gradient are those of the sequence form; otherwise
+    each token's gradient uses its own advantage.
     """
 
     def token_losses(self, tokens: LossTokens, ratio: Tensor) -> Tensor:
@@ -62,8 +63,8 @@ class ClippedSurrogate(PolicyLoss[ClippedLoss]):
     def ratio_bounds(self, advantages: Tensor) -> tuple[Tensor, Tensor]:
         """Lower and upper bound of the ratio, [n] each.
 
-        min(r A, clip(r) A) equals A times r, with r at most 1 + high if A > 0, and at least 1 - low (and at most delta) if
-        A < 0.
+        min(r A, clip(r) A) equals A times r, with r at most 1 + high if A > 0, and at least 1 - low (and at most delta)
+        if A < 0.
         """
         nothing, everything = super().ratio_bounds(advantages)
         good, bad = advantages > 0, advantages < 0
@@ -74,7 +75,8 @@ class ClippedSurrogate(PolicyLoss[ClippedLoss]):
 
 
 class ClippedWeight(PolicyLoss[CispoLoss]):
-    """-sg[clip(r, 1 - low, 1 + high)] A log current: MiniMax-M1 (arXiv 2506.13585, equations 4 and 5). Every token has a gradient."""
+    """-sg[clip(r, 1 - low, 1 + high)] A log current: MiniMax-M1 (arXiv 2506.13585, equations 4 and 5). Every token has
+    a gradient."""
 
     def token_losses(self, tokens: LossTokens, ratio: Tensor) -> Tensor:
         low, high = self.ratio_bounds(tokens.advantages)
@@ -121,8 +123,8 @@ def policy_loss(spec: Loss, tokens: LossTokens) -> Tensor:
 def loss_ratio(spec: Loss, tokens: LossTokens) -> Tensor:
     """current / proximal, [n], with its graph, at the level that the loss declares.
 
-    At the level of a sequence it is GSPO's s_t = sg[s] * current_t / sg[current_t], with s the geometric mean of r over the
-    row (arXiv 2507.18071, equations 7 and 14). A loss without a ratio gets the token's.
+    At the level of a sequence it is GSPO's s_t = sg[s] * current_t / sg[current_t], with s the geometric mean of r over
+    the row (arXiv 2507.18071, equations 7 and 14). A loss without a ratio gets the token's.
     """
     logs = log_ratio(tokens.logprobs, tokens.proximal)
     if spec.ratio_level == "sequence":

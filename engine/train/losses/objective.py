@@ -22,8 +22,8 @@ def objective(spec: TrainSpec, tokens: LossTokens) -> tuple[Tensor, MetricSums]:
         tokens: The micro-batch; n may be 0.
 
     Returns:
-        The loss as a scalar with its graph, and the metrics, detached. For a loss that clips the ratio, `policy/clip_low` and
-        `policy/clip_high` are the fractions of tokens whose ratio is below and above its bounds.
+        The loss as a scalar with its graph, and the metrics, detached. For a loss that clips the ratio,
+        `policy/clip_low` and `policy/clip_high` are the fractions of tokens whose ratio is below and above its bounds.
 
     Raises:
         ValueError: `kl` without reference log-probs, or `entropy` without entropies.
@@ -60,8 +60,9 @@ def objective(spec: TrainSpec, tokens: LossTokens) -> tuple[Tensor, MetricSums]:
 def _metric_sums(spec: TrainSpec, tokens: LossTokens) -> MetricSums:
     """Metrics that need neither the loss, correction weights, reference log-probs nor entropies.
 
-    approx_kl is the k3 estimate of KL(proximal || current). ess is the effective sample size of current / sampler. sampler/diff compares the sampler's
-    log-probs with the proximal ones, which this batch's updates do not change; if those are the sampler's, with the current ones.
+    approx_kl is the k3 estimate of KL(proximal || current). ess is the effective sample size of current / sampler.
+    sampler/diff compares the sampler's log-probs with the proximal ones, which this batch's updates do not change; if
+    those are the sampler's, with the current ones.
     """
     metrics = MetricSums()
     logs = log_ratio(tokens.logprobs, tokens.proximal)

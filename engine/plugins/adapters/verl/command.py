@@ -25,9 +25,9 @@ def verl(
 ) -> None:
     """Convert a verl multi-turn configuration with interactions or tools to a spec; its classes run unchanged.
 
-    Rollout, actor and trainer become `backend` and `train`, turns and lengths limits, and a turn's score its reward. Keys
-    that are not converted are listed at the top of the spec. Exits with 1 if no model, no rows, or neither interactions nor
-    tools are given, or if the output file exists.
+    Rollout, actor and trainer become `backend` and `train`, turns and lengths limits, and a turn's score its reward.
+    Keys that are not converted are listed at the top of the spec. Exits with 1 if no model, no rows, or neither
+    interactions nor tools are given, or if the output file exists.
     """
     import yaml
 

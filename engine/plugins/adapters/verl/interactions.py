@@ -5,9 +5,9 @@
       effects: replayable
       with: {config: interaction_config.yaml}
 
-An interaction is a class with `start_interaction`, `generate_response`, `calculate_score` and `finalize_interaction`; one
-object of it serves all episodes of a run, which it tells apart by `instance_id` (here the episode's id). Written from
-verl's documented interface (https://verl.readthedocs.io, "Interaction System"); nothing of verl need be installed.
+An interaction is a class with `start_interaction`, `generate_response`, `calculate_score` and `finalize_interaction`;
+one object of it serves all episodes of a run, which it tells apart by `instance_id` (here the episode's id). Written
+from verl's documented interface (https://verl.readthedocs.io, "Interaction System"); nothing of verl need be installed.
 
 Differences that matter:
 - `finalize_interaction` is always called, also when the episode failed or ran out of something.
@@ -49,8 +49,8 @@ class Interactions:
     """A user that asks one of verl's interactions. One object an episode; the interaction itself is shared by the run.
 
     Args:
-        config: verl's `interaction_config_path`: a YAML file with `interaction: [{name, class_name, config}]`. A relative
-            one is looked for beside the spec, then where the engine was started.
+        config: verl's `interaction_config_path`: a YAML file with `interaction: [{name, class_name, config}]`. A
+            relative one is looked for beside the spec, then where the engine was started.
         interaction: The same list, written into the spec.
         kwargs: The task's field with the interaction's arguments, `name` among them; dotted. Left out:
             `interaction_kwargs`, then `extra_info.interaction_kwargs`.

@@ -1,8 +1,8 @@
 """The modules of verl that interactions and tools import, for machines where verl cannot be imported.
 
-Written from verl's documented interfaces ("Interaction System", "Multi-turn Rollout Support", https://verl.readthedocs.io). If verl
-can be imported, its own modules are used. If its files are there and a package that it needs is not (such as ray), the modules
-below stand in, and all other modules of verl are loaded from its files.
+Written from verl's documented interfaces ("Interaction System", "Multi-turn Rollout Support",
+https://verl.readthedocs.io). If verl can be imported, its own modules are used. If its files are there and a package
+that it needs is not (such as ray), the modules below stand in, and all other modules of verl are loaded from its files.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ class OpenAIFunctionParametersSchema(BaseModel):
 
 
 class OpenAIFunctionSchema(BaseModel):
-    """A tool as a function. Keys that verl does not know are dropped, as verl does, before the model sees the schema."""
+    """A tool as a function. Keys that verl does not know are dropped, as verl does, before the model sees the
+    schema."""
 
     name: str
     description: str

@@ -4,13 +4,13 @@
     environment: {adapter: verl, use: gsm8k_tool_config.yaml}
     machine: tools
 
-A tool is a class with `create`, `execute`, `calc_reward` and `release`; one object of it serves all episodes of a process, as in
-verl, and tells its instances apart by `instance_id`. Two orders of calls exist:
+A tool is a class with `create`, `execute`, `calc_reward` and `release`; one object of it serves all episodes of a
+process, as in verl, and tells its instances apart by `instance_id`. Two orders of calls exist:
 
-- `lifetime: call` (verl since 0.6, `ToolAgentLoop._call_tool` of verl 0.9.1): each call of the model makes an instance, executes
-  it once and releases it. `calc_reward` is not called.
-- `lifetime: episode` (the SGLang rollout of verl until 0.5): one instance for each tool in each episode. At the end, `calc_reward`
-  is called, then `release`.
+- `lifetime: call` (verl since 0.6, `ToolAgentLoop._call_tool` of verl 0.9.1): each call of the model makes an instance,
+  executes it once and releases it. `calc_reward` is not called.
+- `lifetime: episode` (the SGLang rollout of verl until 0.5): one instance for each tool in each episode. At the end,
+  `calc_reward` is called, then `release`.
 
 What a tool raises is shown to the model in verl's own words, with reward 0. Instances are released in every case.
 """
@@ -54,7 +54,8 @@ class ToolAnswerError(AdapterError):
 
 
 def load(use: str, base: str = ".", path: Sequence[str] = (), **_: Any) -> Any:
-    """Load what all tools of this process share: verl, which takes seconds to import where it is installed. The arguments are those of `VerlTools`."""
+    """Load what all tools of this process share: verl, which takes seconds to import where it is installed. The
+    arguments are those of `VerlTools`."""
     add_to_path(path, base)
     with verl_importable():
         return schema_class()
@@ -67,7 +68,8 @@ class VerlTools:
         use: The YAML file.
         base: The spec's folder.
         lifetime: How long an instance of a tool lives: for one call of the model, or for the episode.
-        kwargs: The task's field with the tools' arguments; dotted. Left out: `tools_kwargs`, then `extra_info.tools_kwargs`.
+        kwargs: The task's field with the tools' arguments; dotted. Left out: `tools_kwargs`, then
+            `extra_info.tools_kwargs`.
         path: Folders to put on the import path; relative to the spec.
 
     Raises:
@@ -199,7 +201,8 @@ class VerlTools:
         """The row's arguments, by tool."""
         if field_of(task.fields, "extra_info.tool_selection"):
             raise AdapterError(
-                f"the row of task `{task.id}` has `extra_info.tool_selection`, which cannot be done: give the row a field "
+                f"the row of task `{task.id}` has `extra_info.tool_selection`, which cannot be done: give the row a "
+                "field "
                 "`tools` with the schemas of its tools"
             )
         rows: Mapping[str, Any] = next((value for place in self._places if (value := field_of(task.fields, place))), {})

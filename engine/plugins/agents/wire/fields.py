@@ -1,7 +1,7 @@
 """Reads the parts that requests of all model APIs have in common: sampling, tools, images, texts.
 
-Invariant: each field of a request has its effect, or is known to have none on the reply, or is decided by the spec and reported
-(`overruled`), or the request is refused with the field's name. No field is ignored silently.
+Invariant: each field of a request has its effect, or is known to have none on the reply, or is decided by the spec and
+reported (`overruled`), or the request is refused with the field's name. No field is ignored silently.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ SAMPLING: Mapping[str, tuple[str, TypeAdapter[Any]]] = {
 }
 """By name in `agent.allow`: what a value must be, and what reads it."""
 REFUSED_UNLESS_ALLOWED = frozenset({"stop"})
-"""Without this parameter a reply means something else, so a request that sets it is refused where the spec does not allow it."""
+"""Without this parameter a reply means something else, so a request that sets it is refused where the spec does not
+allow it."""
 
 
 class Fields(Struct, frozen=True, kw_only=True):

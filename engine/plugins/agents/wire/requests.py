@@ -1,4 +1,5 @@
-"""What a request of any model API says, what its replies are, the error of one that cannot be answered, and what an API is."""
+"""What a request of any model API says, what its replies are, the error of one that cannot be answered, and what an API
+is."""
 
 from __future__ import annotations
 

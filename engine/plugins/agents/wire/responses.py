@@ -1,7 +1,7 @@
 """OpenAI's Responses: input items to messages, replies to output items or to streamed events.
 
-A reply is up to one `reasoning` item, up to one `message` and its `function_call` items, in this order, so the items of a history can be
-put together into replies again: the ids of items are not needed.
+A reply is up to one `reasoning` item, up to one `message` and its `function_call` items, in this order, so the items of
+a history can be put together into replies again: the ids of items are not needed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""AReaL: the tensors of a workflow (`torch.save` or safetensors of a dict, or a list of such dicts), and the JSON lines of `rollout.dump_to_file`.
+"""AReaL: the tensors of a workflow (`torch.save` or safetensors of a dict, or a list of such dicts), and the JSON lines
+of `rollout.dump_to_file`.
 
-The tensors are tables [rows, tokens] over prompt and response: `input_ids`, `attention_mask`, `loss_mask`, `logprobs`, `versions` (-1 on tokens that were not
-sampled), and `rewards` [rows]. The response begins at the first token with loss mask 1 or with a version. The JSON lines hold texts only.
+The tensors are tables [rows, tokens] over prompt and response: `input_ids`, `attention_mask`, `loss_mask`, `logprobs`,
+`versions` (-1 on tokens that were not sampled), and `rewards` [rows]. The response begins at the first token with loss
+mask 1 or with a version. The JSON lines hold texts only.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
 """SkyRL: a `GeneratorOutput` (pickle, `torch.save` or JSON), and the `TrainingInputBatch` of `trainer.dump_data_batch`.
 
-A `GeneratorOutput` has lists of one entry for each row: `prompt_token_ids`, `response_ids`, `loss_masks`, `rewards` (a number, or a list by token), `stop_reasons`,
-`rollout_logprobs`, `trajectory_ids`. A `TrainingInputBatch` has tables: `sequences` padded on the left, `response_mask` and `loss_mask` over the last columns.
+A `GeneratorOutput` has lists of one entry for each row: `prompt_token_ids`, `response_ids`, `loss_masks`, `rewards` (a
+number, or a list by token), `stop_reasons`, `rollout_logprobs`, `trajectory_ids`. A `TrainingInputBatch` has tables:
+`sequences` padded on the left, `response_mask`
+and `loss_mask` over the last columns.
 """
 
 from __future__ import annotations
@@ -129,7 +131,8 @@ def _batch(document: Document) -> list[ForeignRow]:
 
 
 def _tensor(value: Any, place: str) -> Any:
-    """A tensor in SkyRL's own form: `{format: numpy, data, dtype, shape}`, or `{format: torch, data}`; None for lists of tensors."""
+    """A tensor in SkyRL's own form: `{format: numpy, data, dtype, shape}`, or `{format: torch, data}`; None for lists
+    of tensors."""
     value = plain(value)
     if not isinstance(value, dict) or not isinstance(value.get("data"), bytes):
         return None

@@ -1,6 +1,8 @@
-"""slime: files of `--save-debug-rollout-data`, which are `torch.save({"rollout_id", "samples": [Sample.to_dict(), …]})`.
+"""slime: files of `--save-debug-rollout-data`, which are
+`torch.save({"rollout_id", "samples": [Sample.to_dict(), …]})`.
 
-`tokens` holds prompt and response, `response_length` says where the response begins, and `loss_mask` covers the response; None means all ones.
+`tokens` holds prompt and response, `response_length` says where the response begins, and `loss_mask` covers the
+response; None means all ones.
 """
 
 from __future__ import annotations

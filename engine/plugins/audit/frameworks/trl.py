@@ -1,10 +1,14 @@
-"""TRL: completions with ids, as a `rollout_func` returns them and as `GRPOTrainer` prepares them, and its logs of texts.
+"""TRL: completions with ids, as a `rollout_func` returns them and as `GRPOTrainer` prepares them, and its logs of
+texts.
 
 Three forms:
 
-- a dict of lists with `prompt_ids` and `completion_ids` (JSON, or `torch.save`), as a `rollout_func` returns; or one such record for each row (JSON lines, Parquet);
-- the tensors of `GRPOTrainer._generate_and_score_completions` (`torch.save`): the same names as tables, with `prompt_mask` and `completion_mask`;
-- the Parquet files of `log_completions`: `prompt`, `completion`, one column for each reward function, `advantage`. They hold texts only.
+- a dict of lists with `prompt_ids` and `completion_ids` (JSON, or `torch.save`), as a `rollout_func` returns; or one
+  such record for each row (JSON lines, Parquet);
+- the tensors of `GRPOTrainer._generate_and_score_completions` (`torch.save`): the same names as tables, with
+  `prompt_mask` and `completion_mask`;
+- the Parquet files of `log_completions`: `prompt`, `completion`, one column for each reward function, `advantage`. They
+  hold texts only.
 
 The loss mask is `completion_mask` times `tool_mask` (or `env_mask`).
 """
@@ -35,8 +39,10 @@ from engine.plugins.audit.rows import (
 _LOGPROBS = ("logprobs", "sampling_per_token_logps")
 _MASKS = ("env_mask", "tool_mask")
 _READ = frozenset(
-    (*_LOGPROBS, *_MASKS, "prompt_ids", "completion_ids", "prompt_mask", "completion_mask", "prompt", "prompts", "completion", "completions",
-     "reward", "rewards", "pixel_values", "image_grid_thw", "num_generations", "old_per_token_logps", "ref_per_token_logps")
+    (*_LOGPROBS, *_MASKS, "prompt_ids", "completion_ids", "prompt_mask", "completion_mask", "prompt", "prompts",
+     "completion", "completions",
+     "reward", "rewards", "pixel_values", "image_grid_thw", "num_generations", "old_per_token_logps",
+     "ref_per_token_logps")
 )  # fmt: skip
 
 
@@ -122,7 +128,8 @@ def _column(
 
 
 def _reward(columns: Columns, fields: Mapping[str, Any]) -> float | None:
-    """The reward: `reward` or `rewards`; else the sum of the columns of reward functions, whose names end with `_reward` or `reward_func`."""
+    """The reward: `reward` or `rewards`; else the sum of the columns of reward functions, whose names end with
+    `_reward` or `reward_func`."""
     for name in ("reward", "rewards"):
         if name in columns:
             return number(columns.get(name))

@@ -1,7 +1,9 @@
 """verl: `DataProto.save_to_disk`, and the JSON lines of `trainer.rollout_data_dir`.
 
-A `DataProto` of rollouts has `prompts` [rows, prompt] padded on the left, `responses` [rows, response] padded on the right, `attention_mask` over both,
-`response_mask`, `rollout_log_probs` and `rm_scores`. The JSON lines hold texts that were decoded without special tokens.
+A `DataProto` of rollouts has `prompts` [rows, prompt] padded on the left, `responses` [rows, response] padded on the
+right, `attention_mask` over both, `response_mask`, `rollout_log_probs` and `rm_scores`. The JSON lines hold texts that
+were decoded without special
+tokens.
 """
 
 from __future__ import annotations
@@ -135,7 +137,8 @@ def _numbers(value: Any) -> tuple[float, ...]:
 
 
 def _tensors(batch: Any, place: str) -> dict[str, Any]:
-    """The columns of the batch: bytes of `torch.save` of a `TensorDict`, or verl's own form with `VERL_DATAPROTO_SERIALIZATION_METHOD=numpy`."""
+    """The columns of the batch: bytes of `torch.save` of a `TensorDict`, or verl's own form with
+    `VERL_DATAPROTO_SERIALIZATION_METHOD=numpy`."""
     if isinstance(batch, bytes):
         columns = read_torch(batch)
         if isinstance(columns, dict):

@@ -1,7 +1,7 @@
 """The rules of an audit: one small function each, and one entry in `RULES`.
 
-A function gets all rows that it can judge and yields findings. What a rule needs of a row is declared in its entry, and rows without it are
-counted as not judged, with the reason.
+A function gets all rows that it can judge and yields findings. What a rule needs of a row is declared in its entry, and
+rows without it are counted as not judged, with the reason.
 """
 
 from __future__ import annotations

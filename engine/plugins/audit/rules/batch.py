@@ -32,7 +32,8 @@ def reward_unseen(rows: Sequence[Examined], known: Evidence) -> Iterator[RowFind
                 yield row.finding(
                     "reward_unseen",
                     "warning",
-                    f"{len(places)} rewards by token are on tokens with loss mask 0, the first of {foreign.token_rewards[at]:g}: a sum over the row "
+                    f"{len(places)} rewards by token are on tokens with loss mask 0, the first of "
+                    f"{foreign.token_rewards[at]:g}: a sum over the row "
                     "has it, an estimator that goes from token to token leaves it out",
                     at,
                 )
@@ -41,12 +42,14 @@ def reward_unseen(rows: Sequence[Examined], known: Evidence) -> Iterator[RowFind
             yield row.finding(
                 "reward_unseen",
                 "warning",
-                f"rewards by turn ({listed}) are in a field beside the tokens; the reward that is trained is {foreign.reward}",
+                f"rewards by turn ({listed}) are in a field beside the tokens; the reward that is trained is "
+                f"{foreign.reward}",
             )
 
 
 def mixed_group(rows: Sequence[Examined], known: Evidence) -> Iterator[RowFinding]:
-    """Groups whose rows begin with other prompts or belong to other tasks, so that their rewards are no baseline for each other."""
+    """Groups whose rows begin with other prompts or belong to other tasks, so that their rewards are no baseline for
+    each other."""
     groups: dict[str, dict[str, Examined]] = defaultdict(dict)
     for row in rows:
         groups[row.foreign.group].setdefault(row.foreign.trajectory or f"row {row.index}", row)
@@ -61,7 +64,10 @@ def mixed_group(rows: Sequence[Examined], known: Evidence) -> Iterator[RowFindin
                 continue
             label, expected = row.foreign.label, first.foreign.label
             if label is not None and expected is not None and str(label) != str(expected):
-                message = f"group {name} has the answer {expected!r} in {first.foreign.place} and {label!r} here, with the same prompt"
+                message = (
+                    f"group {name} has the answer {expected!r} in {first.foreign.place} and {label!r} here, with the "
+                    "same prompt"
+                )
                 yield row.finding("mixed_group", "error", message)
 
 

@@ -1,4 +1,5 @@
-"""The rule about prompts: is what the model was shown what the chat template renders, at the beginning and between two replies."""
+"""The rule about prompts: is what the model was shown what the chat template renders, at the beginning and between two
+replies."""
 
 from __future__ import annotations
 
@@ -42,12 +43,14 @@ def _prompt_difference(row: Examined) -> tuple[int | None, str]:
     whose = "the row's messages" if row.messages else "the messages that it spells"
     return (
         at,
-        f"for {whose} the template renders {there!r} ({len(rendered)} tokens), and the prompt has {here!r} ({len(ids)} tokens)",
+        f"for {whose} the template renders {there!r} ({len(rendered)} tokens), and the prompt has {here!r} ({len(ids)} "
+        "tokens)",
     )
 
 
 def _bridge_finding(row: Examined) -> RowFinding | None:
-    """The first difference between what stands between two replies and what the template writes there, by the engine's own conversation."""
+    """The first difference between what stands between two replies and what the template writes there, by the engine's
+    own conversation."""
     try:
         conversation = Conversation.begun(row.marks.template, row.shown_messages)
         for turn, (reply, following) in enumerate(pairwise(row.replies)):

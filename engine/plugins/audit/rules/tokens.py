@@ -13,8 +13,8 @@ from engine.plugins.audit.findings import RowFinding, Severity
 def retokenized(rows: Sequence[Examined], known: Evidence) -> Iterator[RowFinding]:
     """Sampled tokens that were decoded and encoded again.
 
-    Proofs: the sampler's record has a reply of the same text and other ids; or a later row of an episode has the same text as an earlier one and
-    other ids where that one was sampled.
+    Proofs: the sampler's record has a reply of the same text and other ids; or a later row of an episode has the same
+    text as an earlier one and other ids where that one was sampled.
     """
     episodes: dict[tuple[str, str], list[Examined]] = defaultdict(list)
     for row in rows:
@@ -48,7 +48,8 @@ def _rewritten(earlier: Examined, later: Examined) -> Iterator[RowFinding]:
         yield later.finding(
             "retokenized",
             "error",
-            f"{earlier.foreign.place} has the same text with other ids, and sampled them: {earlier.ids[at : at + 4].tolist()} there, "
+            f"{earlier.foreign.place} has the same text with other ids, and sampled them: "
+            f"{earlier.ids[at : at + 4].tolist()} there, "
             f"{later.ids[at : at + 4].tolist()} here",
             at,
             response=False,
@@ -56,7 +57,8 @@ def _rewritten(earlier: Examined, later: Examined) -> Iterator[RowFinding]:
 
 
 def observation_trained(rows: Sequence[Examined], known: Evidence) -> Iterator[RowFinding]:
-    """Trained tokens that no sampling made: what follows a stop token in a trained run, and what the sampler's record does not have."""
+    """Trained tokens that no sampling made: what follows a stop token in a trained run, and what the sampler's record
+    does not have."""
     for row in rows:
         for _, beyond, until in _after_stops(row):
             if beyond < until:
@@ -67,8 +69,8 @@ def observation_trained(rows: Sequence[Examined], known: Evidence) -> Iterator[R
 
 
 def _not_sampled(row: Examined, sampled: Sampled) -> Iterator[RowFinding]:
-    """Trained runs that begin with a reply of the sampler's record, without a stop token, and go on after it; and replies that the record
-    has in no form."""
+    """Trained runs that begin with a reply of the sampler's record, without a stop token, and go on after it; and
+    replies that the record has in no form."""
     stops = row.marks.template.stop_set
     for start, end in row.runs:
         ids = tuple(row.response[start:end].tolist())
@@ -100,7 +102,8 @@ def closing_trained(rows: Sequence[Examined], known: Evidence) -> Iterator[RowFi
             last = row.replies[-1]
             if last.stopped and last.end == len(row.response):
                 message = (
-                    "the row says that its last reply was cut at the length limit, and its last trained token is a stop token, which was "
+                    "the row says that its last reply was cut at the length limit, and its last trained token is a "
+                    "stop token, which was "
                     "then added"
                 )
                 yield row.finding("closing_trained", "error", message, last.end - 1)
@@ -115,8 +118,8 @@ def _stop_was_added(row: Examined, reply: Reply, sampled: Sampled) -> bool:
 
 
 def _after_stops(row: Examined) -> Iterator[tuple[Reply, int, int]]:
-    """Replies with a stop token that the trained run goes on after: the reply, where the tokens beyond the template's closing begin, and where the
-    next reply begins or the run ends."""
+    """Replies with a stop token that the trained run goes on after: the reply, where the tokens beyond the template's
+    closing begin, and where the next reply begins or the run ends."""
     closing = row.marks.closing
     for at, reply in enumerate(row.replies):
         if not reply.stopped or reply.end == reply.run_end:

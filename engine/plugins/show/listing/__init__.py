@@ -1,1 +1,2 @@
-"""Queries over run stores, for `engine show`, `engine view` and `engine compare`: lists, filters, comparisons, curves of a training."""
+"""Queries over run stores, for `engine show`, `engine view` and `engine compare`: lists, filters, comparisons, curves
+of a training."""

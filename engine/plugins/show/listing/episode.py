@@ -7,9 +7,9 @@
 Invariants:
 - A document holds only JSON values, and no integer that JavaScript would round: such integers are texts.
 - It is built from the store alone. No code of the spec is imported, so a run of a stranger can be looked at.
-- An episode that is still running has the same document, built from its journal (`partial_episode`); what is not known yet is null or empty. Its
-  replies are decoded text as it was sampled: tool calls and reasoning are not taken out of it, and rewards are not known, because both need the
-  spec's code.
+- An episode that is still running has the same document, built from its journal (`partial_episode`); what is not known
+  yet is null or empty. Its replies are decoded text as it was sampled: tool calls and reasoning are not taken out of
+  it, and rewards are not known, because both need the spec's code.
 """
 
 from __future__ import annotations
@@ -193,7 +193,8 @@ def _turn(trajectory: Trajectory, turn: Turn, advantages: Advantages) -> Documen
 
 
 def moves(postings: Sequence[Posting]) -> Iterator[list[Posting]]:
-    """Yield the postings of posting `add` and `set`, and those of posting transfer: they are adjacent in the ledger, and sum to zero."""
+    """Yield the postings of posting `add` and `set`, and those of posting transfer: they are adjacent in the ledger,
+    and sum to zero."""
     moving: list[Posting] = []
     for posting in postings:
         if posting.op != "transfer":
@@ -227,7 +228,8 @@ def move_document(postings: Sequence[Posting]) -> Document:
 
 
 def _path(journal: Sequence[JournalEntry], begin: float) -> list[Document]:
-    """The steps of an episode. `turn` is the newest assistant turn after a step, `at` the seconds since the episode began."""
+    """The steps of an episode. `turn` is the newest assistant turn after a step, `at` the seconds since the episode
+    began."""
     steps, turn = [], -1
     for entry in journal:
         turn += isinstance(entry.record, GenerationRecord)

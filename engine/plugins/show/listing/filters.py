@@ -1,7 +1,8 @@
 """Filters over the index: the same expressions as `--filter` of `engine export`, without reading the episodes again.
 
-An expression that reads only `task`, `limits`, `run` and `episode` is evaluated for all episodes; any other one holds only for
-finished episodes. An episode for which the expression has no value (it has no such fact, for example) is not chosen, and counted.
+An expression that reads only `task`, `limits`, `run` and `episode` is evaluated for all episodes; any other one holds
+only for finished episodes. An episode for which the expression has no value (it has no such fact, for example) is not
+chosen, and counted.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ RUN = Variable(
 LISTING_VARIABLES: Mapping[str, Variable] = {**EPISODE_VARIABLES, "run": RUN}
 """Variables of filters over a list of episodes."""
 _COLUMNS = (
-    "number", "status", "id", "task_id", "sample_index", "attempt", "started", "ended", "trainable", "branches", "images", "trained",
+    "number", "status", "id", "task_id", "sample_index", "attempt", "started", "ended", "trainable", "branches",
+    "images", "trained",
     "version", "oldest_version", "step",
 )  # fmt: skip
 
@@ -118,7 +120,10 @@ def _scopes(
     names = guard.names
     stored = [name for name in VARIABLES if name in names]
     columns = ", ".join((*(f"e.{name}" for name in _COLUMNS), *(f'v."{name}"' for name in stored)))
-    query = f"SELECT {columns} FROM episodes e LEFT JOIN variables v ON v.source = e.source AND v.number = e.number WHERE e.source = ?"
+    query = (
+        f"SELECT {columns} FROM episodes e LEFT JOIN variables v ON v.source = e.source AND v.number = e.number WHERE "
+        "e.source = ?"
+    )
     if _reads_the_end(guard):
         query += f" AND e.status = 'done' AND e.detailed = {WHOLE}"
     limits = stored_limits(store) if "limits" in names else None
@@ -199,7 +204,8 @@ def _nearest(scope: Mapping[str, Any], error: GuardError) -> str:
 
 
 def _said(store: RunReader, keys: Sequence[int], text: str) -> list[int]:
-    """Those of the finished episodes `keys` in which `text` (case-folded) was said: in the conversation, or by a judge."""
+    """Those of the finished episodes `keys` in which `text` (case-folded) was said: in the conversation, or by a
+    judge."""
     wanted = set(keys)
     # These parts stand in the stored JSON as they are. They only save time: what was said decides.
     needles = [part for part in re.split(r'["\\\x00-\x1f\x7f]', text) if part]

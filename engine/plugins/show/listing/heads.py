@@ -1,6 +1,8 @@
-"""Decodes a stored trajectory without its token arrays and without validation: about 20 times faster than `RunReader.trajectory`.
+"""Decodes a stored trajectory without its token arrays and without validation: about 20 times faster than
+`RunReader.trajectory`.
 
-A head has the attributes of a `Trajectory` that filters and evaluations read (`engine.store.episode_filter`, `engine.plugins.evaluation.measures`).
+A head has the attributes of a `Trajectory` that filters and evaluations read (`engine.store.episode_filter`,
+`engine.plugins.evaluation.measures`).
 `branches` and `postings` are empty.
 """
 
@@ -82,7 +84,8 @@ class EpisodeHead(msgspec.Struct):
     postings: tuple[()] = ()
 
     def said(self) -> str:
-        """Everything that was said, for text search: contents, reasoning and tool calls of all messages, one per line."""
+        """Everything that was said, for text search: contents, reasoning and tool calls of all messages, one per
+        line."""
         lines: list[str] = []
         for message in self.messages:
             lines += filter(None, (message.reasoning, message.text))

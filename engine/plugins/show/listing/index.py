@@ -1,12 +1,13 @@
 """The index of a view: summaries of episodes in an SQLite file of the cache folder, filled from the run stores.
 
-The run stores hold a few columns per episode. Filters and lists need more (rewards by name, weight versions, facts), which costs a
-read of the whole episode. The index keeps it, so each finished episode is read once.
+The run stores hold a few columns per episode. Filters and lists need more (rewards by name, weight versions, facts),
+which costs a read of the whole episode. The index keeps it, so each finished episode is read once.
 
 Invariants:
 - Run stores are only read. The index can be removed at any time; it is then made again.
 - A summary belongs to one attempt of one episode of one run. `refresh` makes it again if the store has another one.
-- Rows of another version, of a store that was replaced, or of a store that is gone are removed when the index is opened or refreshed.
+- Rows of another version, of a store that was replaced, or of a store that is gone are removed when the index is opened
+  or refreshed.
 """
 
 from __future__ import annotations
@@ -46,13 +47,15 @@ _SETTLED = 2_000_000_000
 """Age in ns of the newest write after which equal file times mean equal content: times of files have a resolution."""
 _LAST = 2**63 - 1
 _PAGE = "SELECT number, status, attempt, started, ended FROM episodes WHERE number > ? ORDER BY number LIMIT 4096"
-"""Episodes of a store that are compared with the index, and written, in one commit: memory does not grow with the run."""
+"""Episodes of a store that are compared with the index, and written, in one commit: memory does not grow with the
+run."""
 _STORED = (
     'id, task_id, task_index, sample_index, seed, status, attempt, state, event, "limit", failure, blame, solved, '
     "trainable, reward, turns, tokens, started, ended"
 )
 _DETAILS = (
-    "message, failed_state, failed_turn, solved_turn, rewards, user_turns, tool_calls, tool_errors, context, trained, total, "
+    "message, failed_state, failed_turn, solved_turn, rewards, user_turns, tool_calls, tool_errors, context, trained, "
+    "total, "
     "branches, images, oldest_version, version, cost"
 )
 VARIABLES = tuple(END_VALUES)
@@ -138,7 +141,8 @@ class Index:
         with self._writing():
             changed |= self._remove(number, last, _LAST)
             self.connection.executemany(
-                f"UPDATE episodes SET turns = ?, tokens = ?, state = ? WHERE source = {number} AND number = ? AND status = 'running'",
+                f"UPDATE episodes SET turns = ?, tokens = ?, state = ? WHERE source = {number} AND number = ? AND "
+                "status = 'running'",
                 live,
             )
             changed_steps = self._steps(number, source, all_rows=changed)
@@ -147,9 +151,11 @@ class Index:
         return changed or bool(live) or changed_steps
 
     def _merge(self, number: int, connection: sqlite3.Connection, page: list[tuple[Any, ...]], after: int) -> bool:
-        """Write what differs in one page of a store's episodes, those with numbers greater than `after`. Returns whether anything did.
+        """Write what differs in one page of a store's episodes, those with numbers greater than `after`. Returns
+        whether anything did.
 
-        An episode that the store does not list any more is removed: of a sharded run, another driver's attempt is listed now.
+        An episode that the store does not list any more is removed: of a sharded run, another driver's attempt is
+        listed now.
         """
         first, last = after + 1, page[-1][0]
         query = (
@@ -172,7 +178,8 @@ class Index:
         return True
 
     def _remove(self, number: int, after: int, last: int) -> bool:
-        """Remove the episodes of a source whose numbers are greater than `after`, up to `last`. Returns whether there were any."""
+        """Remove the episodes of a source whose numbers are greater than `after`, up to `last`. Returns whether there
+        were any."""
         removed = 0
         for table in ("episodes", "variables"):
             query = f"DELETE FROM {table} WHERE source = ? AND number > ? AND number <= ?"
@@ -206,7 +213,10 @@ class Index:
         """Return the numbers of the finished episodes without details, by source: at most `limit`; negative: all."""
         numbers: dict[int, list[int]] = {}
         marks = ", ".join("?" * len(sources))
-        query = f"SELECT source, number FROM episodes INDEXED BY episodes_not_read WHERE source IN ({marks}) AND status = 'done' AND NOT detailed LIMIT ?"
+        query = (
+            f"SELECT source, number FROM episodes INDEXED BY episodes_not_read WHERE source IN ({marks}) AND status = "
+            "'done' AND NOT detailed LIMIT ?"
+        )
         for source, episode in self.connection.execute(query, (*sources, limit)):
             numbers.setdefault(source, []).append(episode)
         return numbers
@@ -214,7 +224,10 @@ class Index:
     def missing_of(self, source: int, episodes: Sequence[int]) -> list[int]:
         """Return those of these episodes that are finished and without details."""
         listed = ", ".join(map(str, episodes))
-        query = f"SELECT number FROM episodes WHERE source = ? AND number IN ({listed}) AND status = 'done' AND NOT detailed"
+        query = (
+            f"SELECT number FROM episodes WHERE source = ? AND number IN ({listed}) AND status = 'done' AND NOT "
+            "detailed"
+        )
         return [row[0] for row in self.connection.execute(query, (source,))]
 
     def detail(self, number: int, store: RunReader, episodes: Sequence[int]) -> None:

@@ -4,7 +4,8 @@
         page = listing.page('outcome.reward < 0.5 && task.level == "hard"', "sorry", "reward", False, 0, 50)
         listing.causes()
 
-Stores may be running: every method reads their newest state. Stores are only read (`engine.plugins.show.listing.index` has the side file).
+Stores may be running: every method reads their newest state. Stores are only read (`engine.plugins.show.listing.index`
+has the side file).
 """
 
 from __future__ import annotations
@@ -149,7 +150,8 @@ class Listing:
             return Page(rows=rows, total=total, skipped=chosen.skipped, skipped_because=chosen.because)
 
     def causes(self, filter: str | None = None, text: str | None = None) -> list[Cause]:
-        """Return the failures of the list by kind and blame, and the episodes that limits ended, the largest count first.
+        """Return the failures of the list by kind and blame, and the episodes that limits ended, the largest count
+        first.
 
         Raises:
             StoreError: the filter is not valid.
@@ -160,7 +162,8 @@ class Listing:
                 f"SELECT count(*) {self._from(chosen)} AND status = 'done'"
             ).fetchone()[0]
             query = (
-                f'SELECT e.source, failure, blame, failed_state, CASE WHEN failure IS NULL THEN "limit" END AS ended_by, '
+                'SELECT e.source, failure, blame, failed_state, CASE WHEN failure IS NULL THEN "limit" END AS '
+                "ended_by, "
                 f"count(*), min(task_index * 1000000000 + sample_index), id, message {self._from(chosen)} "
                 "AND status = 'done' AND (failure IS NOT NULL OR \"limit\" IS NOT NULL) "
                 "GROUP BY failure, blame, ended_by ORDER BY count(*) DESC, failure, ended_by"
@@ -189,7 +192,8 @@ class Listing:
             chosen = self._choose(filter, text, details=False)
             counted = self._index.connection.execute(
                 "SELECT count(*), sum(status = 'done'), sum(coalesce(solved, 0)), sum(failure IS NOT NULL), "
-                f"sum(failure IS NULL AND \"limit\" IS NOT NULL), avg(CASE WHEN status = 'done' THEN reward END) {self._from(chosen)}"
+                "sum(failure IS NULL AND \"limit\" IS NOT NULL), avg(CASE WHEN status = 'done' THEN reward END) "
+                f"{self._from(chosen)}"
             ).fetchone()
             episodes, *sums, reward = counted
             done, solved, failed, limited = (total or 0 for total in sums)
@@ -304,7 +308,8 @@ class Listing:
             chosen = matching(self._index, self._stores, guard, text or "")
             connection = self._index.connection
             connection.execute(
-                "CREATE TEMP TABLE IF NOT EXISTS matching (source INTEGER, number INTEGER, PRIMARY KEY (source, number)) WITHOUT ROWID"
+                "CREATE TEMP TABLE IF NOT EXISTS matching (source INTEGER, number INTEGER, PRIMARY KEY (source, "
+                "number)) WITHOUT ROWID"
             )
             connection.execute("BEGIN")
             connection.execute("DELETE FROM matching")

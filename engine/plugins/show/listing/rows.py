@@ -10,7 +10,8 @@ from pydantic_core import from_json
 from engine.schemas.base import Struct
 
 EPISODE = (
-    'number, id, task_id, sample_index, seed, status, attempt, state, event, "limit", failure, blame, solved, trainable, reward, '
+    'number, id, task_id, sample_index, seed, status, attempt, state, event, "limit", failure, blame, solved, '
+    "trainable, reward, "
     "turns, tokens, started, ended, step, message, failed_state, failed_turn, rewards, user_turns, tool_calls, "
     "tool_errors, context, trained, total, branches, images, oldest_version, version, cost"
 )
@@ -34,7 +35,8 @@ class Row(Struct, frozen=True, kw_only=True):
     attempt: int
     """From 0."""
     outcome: str
-    """How it ended, in words: `solved`, `failed: tool_timeout (tool)`, `limit: assistant_turns`, else the final event; empty before."""
+    """How it ended, in words: `solved`, `failed: tool_timeout (tool)`, `limit: assistant_turns`, else the final event;
+    empty before."""
     state: str | None
     """The final state; of a running episode, the current one."""
     event: str | None
@@ -81,7 +83,8 @@ class Page(Struct, frozen=True, kw_only=True):
     total: int
     """Number of episodes in the whole list."""
     skipped: int = 0
-    """Number of episodes that are not in the list because the filter has no value for them, for example without a fact that it reads."""
+    """Number of episodes that are not in the list because the filter has no value for them, for example without a fact
+    that it reads."""
     skipped_because: str | None = None
     """The message for the first of them."""
 

@@ -22,7 +22,8 @@ class Source(Struct, frozen=True, kw_only=True):
     """One run store of a view."""
 
     key: str
-    """Its name in the view: the run's id; for a training `<training>/rollouts`, `<training>/evals/step-000010`. Unique in a view."""
+    """Its name in the view: the run's id; for a training `<training>/rollouts`, `<training>/evals/step-000010`. Unique
+    in a view."""
     folder: str
     """The folder of the store."""
     name: str

@@ -1,4 +1,5 @@
-"""The tokens of a branch as columns of equal length: ids, texts, loss mask, log-probs, advantages, weight versions, turns."""
+"""The tokens of a branch as columns of equal length: ids, texts, loss mask, log-probs, advantages, weight versions,
+turns."""
 
 from __future__ import annotations
 
@@ -55,7 +56,8 @@ class TokenTexts:
     def each(self, ids: Sequence[int]) -> list[str] | None:
         """Return a text for each of the ids, int [tokens]; None without a tokenizer.
 
-        A character whose bytes are split over several tokens is the text of the first of them; the others have an empty text.
+        A character whose bytes are split over several tokens is the text of the first of them; the others have an empty
+        text.
         """
         if self._tokenizer is None:
             return None
@@ -152,8 +154,8 @@ def _of_done(store: RunReader, episodes: tuple[str, ...]) -> Advantages:
 def token_columns(store: RunReader, episode_id: str, branch: int) -> dict[str, Any]:
     """Return the tokens of one branch of a finished episode.
 
-    Every column has one entry per token. `advantages` and `token_rewards` are None where the row is not trainable, `texts` where
-    the tokenizer cannot be loaded: `problem` says why.
+    Every column has one entry per token. `advantages` and `token_rewards` are None where the row is not trainable,
+    `texts` where the tokenizer cannot be loaded: `problem` says why.
 
     Raises:
         StoreError: the run has no such episode or branch, or the episode is not done.

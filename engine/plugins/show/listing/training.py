@@ -3,8 +3,8 @@
     training = Training(find("latest"))
     training.curves()["reward/mean"]      # [(step, value), …]
 
-The training may be running: files are read as they are now, an incomplete last line is ignored (`MetricsLog` and `BatchLog` remove it, because
-they write), and nothing is written.
+The training may be running: files are read as they are now, an incomplete last line is ignored (`MetricsLog` and
+`BatchLog` remove it, because they write), and nothing is written.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ def lines_of(file: Path) -> Iterator[dict[str, Any]]:
 
 
 def sampled_tasks(batches: Path) -> Iterator[tuple[int, list[str]]]:
-    """Yield for each step of `batches.jsonl` the ids of the tasks that it sampled, whether it trained on them or not."""
+    """Yield for each step of `batches.jsonl` the ids of the tasks that it sampled, whether it trained on them or
+    not."""
     for record in lines_of(batches):
         if record.get("step_made", True):
             yield record["step"], [record["tasks"][str(group)] for group in (*record["used"], *record["left_out"])]

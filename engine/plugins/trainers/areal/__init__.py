@@ -1,12 +1,15 @@
-"""AReaL on episodes of a spec: the engine runs the episodes and gives the advantages, AReaL samples and updates the weights.
+"""AReaL on episodes of a spec: the engine runs the episodes and gives the advantages, AReaL samples and updates the
+weights.
 
     arguments = workflow_arguments(config, "spec.yaml", "runs/with-areal")
     with PPOTrainer(config, train_dataset=task_dataset("spec.yaml")) as trainer:
         watch(trainer.actor)
         trainer.train(workflow="engine.plugins.trainers.areal.EngineWorkflow", workflow_kwargs=arguments)
 
-Parts: `workflow.py` runs the episodes, `backend.py` samples with AReaL's inference engine, `handover.py` makes AReaL's tensors and compares the sums,
-`settings.py` refuses settings. Written for AReaL 1.0.4, which is imported when `EngineWorkflow` is read, or by functions when they are called.
+Parts: `workflow.py` runs the episodes, `backend.py` samples with AReaL's inference engine, `handover.py` makes AReaL's
+tensors and compares the sums, `settings.py` refuses settings. Written for AReaL 1.0.4, which is imported when
+`EngineWorkflow` is read, or by
+functions when they are called.
 """
 
 from __future__ import annotations

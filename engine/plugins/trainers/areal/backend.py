@@ -25,7 +25,8 @@ def names_of(server: str) -> dict[str, str]:
 
 
 class ArealBackend(TrainerBackend):
-    """AReaL's inference engine as a backend. It tells the weight version of each token, also if an update interrupts a reply.
+    """AReaL's inference engine as a backend. It tells the weight version of each token, also if an update interrupts a
+    reply.
 
     Args:
         engine: AReaL's `InferenceEngine`.

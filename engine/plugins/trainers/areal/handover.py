@@ -1,8 +1,9 @@
-"""What AReaL's `RolloutWorkflow` returns, with the engine's advantages, and the sums that are compared before the update.
+"""What AReaL's `RolloutWorkflow` returns, with the engine's advantages, and the sums that are compared before the
+update.
 
-AReaL computes `advantages = rewards − values` if `actor.discount` is 0 and there is no critic, so the column `values` holds the negative advantages.
-AReaL places the reward of a row at its last token, so the value there is the reward minus the advantage, and the column `rewards` keeps the
-true reward for AReaL's logs.
+AReaL computes `advantages = rewards − values` if `actor.discount` is 0 and there is no critic, so the column `values`
+holds the negative advantages. AReaL places the reward of a row at its last token, so the value there is the reward
+minus the advantage, and the column `rewards` keeps the true reward for AReaL's logs.
 """
 
 from __future__ import annotations
@@ -61,13 +62,15 @@ def trajectory(
     Args:
         rows: The rows.
         rewards: The reward of each row's episode, for AReaL's logs.
-        actor: AReaL's `PPOActorConfig`; `reward_bias`, `reward_scaling` and `reward_clip` change the reward that AReaL places.
+        actor: AReaL's `PPOActorConfig`; `reward_bias`, `reward_scaling` and `reward_clip` change the reward that AReaL
+            places.
         pixels: What makes the images of rows, if the model takes images. Then every trajectory has `multi_modal_input`
-            (an `ImageDict` for each row) and `mm_token_type_ids` int64 [rows, tokens]: AReaL needs the same keys in all.
+            (an `ImageDict` for each row) and `mm_token_type_ids` int64 [rows, tokens]: AReaL needs the same keys in
+            all.
 
     Returns:
-        `input_ids` int32, `attention_mask` bool, `loss_mask` int32, `logprobs` float32, `versions` int32 (-1 on tokens that were not sampled) and
-        `values` float32, all [rows, tokens]; `rewards` float32 [rows]; the columns `SUMS`.
+        `input_ids` int32, `attention_mask` bool, `loss_mask` int32, `logprobs` float32, `versions` int32 (-1 on tokens
+        that were not sampled) and `values` float32, all [rows, tokens]; `rewards` float32 [rows]; the columns `SUMS`.
     """
     lengths = torch.tensor([len(row.branch.input_ids) for row in rows])
     size = int(lengths.max())
@@ -140,7 +143,8 @@ def check_batches(batches: Sequence[dict[str, Any]]) -> None:
     missing = sorted({name for batch in batches for name in SUMS if name not in batch})
     if missing:
         raise TrainError(
-            f"AReaL's batch has no column {', '.join(missing)}: it was not made by the engine's workflow, or a filter dropped columns; "
+            f"AReaL's batch has no column {', '.join(missing)}: it was not made by the engine's workflow, or a filter "
+            "dropped columns; "
             "no update is made with it",
             kind="handover",
         )

@@ -1,4 +1,5 @@
-"""Settings of AReaL that are refused, because they would change the engine's advantages or have no effect on its episodes."""
+"""Settings of AReaL that are refused, because they would change the engine's advantages or have no effect on its
+episodes."""
 
 from __future__ import annotations
 

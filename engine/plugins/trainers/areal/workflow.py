@@ -1,7 +1,7 @@
 """Runs the episodes of AReaL's rollouts: its `RolloutWorkflow`. One call is one group.
 
-AReaL makes a workflow for each submission, so the episodes of a folder are opened once in a process. Each process has a folder of its own,
-because a run store has one writer.
+AReaL makes a workflow for each submission, so the episodes of a folder are opened once in a process. Each process has a
+folder of its own, because a run store has one writer.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ class Episodes:
         """Start with the first call; the others wait for it.
 
         Raises:
-            TrainError: kind `train_setup`: the calls are made on two loops, as by a second inference engine for evaluations.
+            TrainError: kind `train_setup`: the calls are made on two loops, as by a second inference engine for
+                evaluations.
             EngineError: as `TrainerRollouts.start`.
         """
         loop = asyncio.get_running_loop()
@@ -61,7 +62,8 @@ class Episodes:
             self._loop, self._started = loop, loop.create_task(self.rollouts.start(backend))
         if self._loop is not loop:
             raise TrainError(
-                "this workflow already runs under another inference engine of AReaL in this process; evaluate with `engine eval`",
+                "this workflow already runs under another inference engine of AReaL in this process; evaluate with "
+                "`engine eval`",
                 kind="train_setup",
             )
         await asyncio.shield(self._started)
@@ -100,7 +102,8 @@ class EngineGroups:
 
     @overrides("engine, data")
     async def arun_episode(self, engine: Any, data: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Run one group and return its rows. Returns None, which AReaL counts as rejected, if it has none (see `train.min_group`).
+        """Run one group and return its rows. Returns None, which AReaL counts as rejected, if it has none (see
+        `train.min_group`).
 
         Args:
             engine: AReaL's inference engine.
@@ -155,7 +158,8 @@ def refuse_blind(rows: Sequence[TrainingRow], ranks: int) -> None:
     if blind is not None:
         raise TrainError(
             f"{blind} has a row without an image, and AReaL's {ranks} training processes would wait for each other for "
-            "ever where only some of them have images; show an image in each episode, or train in one process (`fsdp:d1`)",
+            "ever where only some of them have images; show an image in each episode, or train in one process "
+            "(`fsdp:d1`)",
             kind="handover",
         )
 
@@ -185,14 +189,17 @@ def workflow_arguments(config: Any, spec: LoadedSpec | Path | str, folder: Path 
 
 
 def watch(actor: Any) -> None:
-    """Compare the sums of each batch right after AReaL's actor has computed advantages. Later calls for one actor do nothing.
+    """Compare the sums of each batch right after AReaL's actor has computed advantages. Later calls for one actor do
+    nothing.
 
     AReaL gives each of the returned groups the images of all groups; before the comparison each gets its own again.
 
-    A batch whose sums differ raises TrainError (kind `handover`) out of `compute_advantages`, so no update is made with it.
+    A batch whose sums differ raises TrainError (kind `handover`) out of `compute_advantages`, so no update is made with
+    it.
 
     Args:
-        actor: AReaL's actor, an engine or a controller: `trainer.actor`. What a controller holds on other machines is fetched.
+        actor: AReaL's actor, an engine or a controller: `trainer.actor`. What a controller holds on other machines is
+            fetched.
     """
     compute: Callable[..., Any] = actor.compute_advantages
     if getattr(compute, "watched", False):

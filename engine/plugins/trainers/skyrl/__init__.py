@@ -1,10 +1,13 @@
-"""SkyRL on episodes of a spec: the engine runs the episodes and gives the advantages, SkyRL samples and updates the weights.
+"""SkyRL on episodes of a spec: the engine runs the episodes and gives the advantages, SkyRL samples and updates the
+weights.
 
     cfg = SkyRLTrainConfig.from_cli_overrides(["trainer.algorithm.advantage_estimator=engine", …])
     EnginePPOExp(cfg, "spec.yaml", "runs/with-skyrl").run()
 
-Parts: `experiment.py` has the experiment, the trainer and the generator, which runs the episodes, `backend.py` samples with SkyRL's inference engines,
-`handover.py` makes SkyRL's batch and compares its sums, `settings.py` refuses settings. Written for SkyRL 0.3.0, which is imported when
+Parts: `experiment.py` has the experiment, the trainer and the generator, which runs the episodes, `backend.py` samples
+with SkyRL's inference engines, `handover.py` makes SkyRL's batch and compares its sums, `settings.py` refuses settings.
+Written for SkyRL 0.3.0, which
+is imported when
 `EnginePPOExp` or `EngineGenerator` is read, or by functions when they are called.
 """
 

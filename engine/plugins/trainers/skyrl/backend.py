@@ -22,7 +22,8 @@ NAMES = {
     **{
         name: name
         for name in (
-            "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "stop", "ignore_eos",
+            "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty",
+            "stop", "ignore_eos",
             "skip_special_tokens", "spaces_between_special_tokens", "logit_bias",
         )
     },

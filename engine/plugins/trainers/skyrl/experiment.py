@@ -28,7 +28,8 @@ CHANGES = "an overridden method of the trainer, or a setting that masks, cuts or
 
 
 class TaskPrompts:
-    """The data set of a spec's tasks, with the methods of SkyRL's PromptDataset. A prompt holds the task's id, which the model does not see.
+    """The data set of a spec's tasks, with the methods of SkyRL's PromptDataset. A prompt holds the task's id, which
+    the model does not see.
 
     Args:
         ids: The ids of the tasks.
@@ -78,7 +79,8 @@ class EngineEpisodes:
         self.handed: list[HandedRow] = []
         """The rows of the newest batch, one for each prompt."""
         self.metrics: dict[str, float] = {}
-        """Metrics of the newest batch, under the names of `engine train`, and `skyrl/left_out_tokens` and `skyrl/empty_rows`."""
+        """Metrics of the newest batch, under the names of `engine train`, and `skyrl/left_out_tokens` and
+        `skyrl/empty_rows`."""
 
     @overrides("input_batch")
     async def generate(self, input_batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -89,8 +91,9 @@ class EngineEpisodes:
                 `rollout.samples_per_task` times.
 
         Raises:
-            TrainError: kind `train_setup`: the batch is an evaluation's, or its prompts are not groups of the spec's tasks; kind
-                `handover`: an episode has several rows, or as `filled`; kind `no_data`: no episode can be trained on.
+            TrainError: kind `train_setup`: the batch is an evaluation's, or its prompts are not groups of the spec's
+                tasks; kind `handover`: an episode has several rows, or as `filled`; kind `no_data`: no episode can be
+                trained on.
             EngineError: as `TrainerRollouts.batch`.
         """
         metadata = input_batch.get("batch_metadata")
@@ -100,7 +103,8 @@ class EngineEpisodes:
         tasks = [(extra or {}).get("task") for extra in extras]
         if None in tasks:
             raise TrainError(
-                "a prompt has no task: rows of the data set need the column `task` with the id of a task (EnginePPOExp makes such a data set)",
+                "a prompt has no task: rows of the data set need the column `task` with the id of a task (EnginePPOExp "
+                "makes such a data set)",
                 kind="train_setup",
             )
         samples = self._episodes.spec.rollout.samples_per_task
@@ -189,7 +193,8 @@ class EngineExperiment:
 
     Raises:
         SpecError: the spec is invalid.
-        TrainError: kind `train_setup`: a setting of SkyRL or something of the spec would be lost; the message names all of them.
+        TrainError: kind `train_setup`: a setting of SkyRL or something of the spec would be lost; the message names all
+            of them.
     """
 
     @overrides("cfg")
@@ -204,7 +209,8 @@ class EngineExperiment:
         wanted = cfg.trainer.train_batch_size
         if len(self.episodes.tasks) < wanted:
             raise TrainError(
-                f"trainer.train_batch_size is {wanted}, and {loaded.path} has {len(self.episodes.tasks)} tasks; make it smaller",
+                f"trainer.train_batch_size is {wanted}, and {loaded.path} has {len(self.episodes.tasks)} tasks; make "
+                "it smaller",
                 kind="train_setup",
             )
         super().__init__(cfg)  # type: ignore[call-arg]

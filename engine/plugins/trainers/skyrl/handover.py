@@ -1,6 +1,7 @@
 """SkyRL's GeneratorOutput with the engine's advantages, the estimator that returns them, and the sums of SkyRL's batch.
 
-SkyRL has no column for advantages by token. Its rewards by token are handed over instead, and a registered estimator returns them unchanged.
+SkyRL has no column for advantages by token. Its rewards by token are handed over instead, and a registered estimator
+returns them unchanged.
 """
 
 from __future__ import annotations
@@ -80,8 +81,8 @@ def generator_output(
 
     Args:
         rows: The rows; `HandedRow.empty` where an episode is not trained on.
-        metrics: Figures for `rollout_metrics`, such as the mean reward. SkyRL's own `reward/avg_raw_reward` and `reward/avg_pass_at_n` are computed
-            from advantages and say nothing about rewards.
+        metrics: Figures for `rollout_metrics`, such as the mean reward. SkyRL's own `reward/avg_raw_reward` and
+            `reward/avg_pass_at_n` are computed from advantages and say nothing about rewards.
         pixels: What makes the images of rows, if the model takes images. Rows with the same ones share their tensors.
     """
     output: dict[str, Any] = {

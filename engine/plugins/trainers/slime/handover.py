@@ -1,9 +1,12 @@
-"""slime's samples of an episode, its converter and advantage function, and the sums that are compared on both sides of each.
+"""slime's samples of an episode, its converter and advantage function, and the sums that are compared on both sides of
+each.
 
-`convert` runs in slime's rollout manager, `advantages` in each process of the training, possibly on another machine. slime forwards a fixed list of
-columns; `rewards` holds the advantages of each row, and `prompt`, which slime forwards and never fills, the sums.
+`convert` runs in slime's rollout manager, `advantages` in each process of the training, possibly on another machine.
+slime forwards a fixed list of columns; `rewards` holds the advantages of each row, and `prompt`, which slime forwards
+and never fills, the sums.
 
-Invariant: a batch is trained on only if its tokens, trained tokens and sum of absolute advantages are those of the engine's rows.
+Invariant: a batch is trained on only if its tokens, trained tokens and sum of absolute advantages are those of the
+engine's rows.
 """
 
 from __future__ import annotations
@@ -32,7 +35,8 @@ KEY = "engine"
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a sample comes from. It is saved with `--save-debug-rollout-data`, so saved samples can be converted too."""
+    """Where a sample comes from. It is saved with `--save-debug-rollout-data`, so saved samples can be converted
+    too."""
 
     trajectory: Trajectory | None
     """The episode; None if the engine itself failed in it."""
@@ -53,8 +57,8 @@ def samples_of(
 ) -> list[Any]:
     """The samples of one episode.
 
-    Siblings share `rollout_id`, so slime's loss counts the episode once. An episode that cannot be trained on has one sample without
-    trained tokens (`remove_sample`), because slime needs one for each rollout.
+    Siblings share `rollout_id`, so slime's loss counts the episode once. An episode that cannot be trained on has one
+    sample without trained tokens (`remove_sample`), because slime needs one for each rollout.
 
     Args:
         sample: slime's sample, which gives index, group and label.
@@ -115,11 +119,12 @@ def convert(args: Any, samples: Sequence[Any]) -> dict[str, list[Any]]:
         samples: All samples of the rollout, flat.
 
     Returns:
-        Columns of slime's list, one entry for each sample. `rewards`: the engine's advantages, float32 tensors [response].
+        Columns of slime's list, one entry for each sample. `rewards`: the engine's advantages, float32 tensors
+        [response].
 
     Raises:
-        TrainError: kind `handover`: a sample was not made by the engine's functions, a row of an episode is missing, the number of episodes is no
-            multiple of `global_batch_size`, or the columns are not what the engine has.
+        TrainError: kind `handover`: a sample was not made by the engine's functions, a row of an episode is missing,
+            the number of episodes is no multiple of `global_batch_size`, or the columns are not what the engine has.
         SpecError: the spec is invalid.
     """
     rows, built = _rows(args, samples)
@@ -152,7 +157,8 @@ def convert(args: Any, samples: Sequence[Any]) -> dict[str, list[Any]]:
     size = getattr(args, "global_batch_size", None)
     if size and len(masked) % size:
         raise TrainError(
-            f"slime would drop {len(masked) % size} of {len(masked)} episodes: their number is not a multiple of --global-batch-size {size}",
+            f"slime would drop {len(masked) % size} of {len(masked)} episodes: their number is not a multiple of "
+            f"--global-batch-size {size}",
             kind="handover",
         )
     per_row = [
@@ -167,7 +173,8 @@ def convert(args: Any, samples: Sequence[Any]) -> dict[str, list[Any]]:
 
 
 def _rows(args: Any, samples: Sequence[Any]) -> tuple[list[HandedRow | None], list[HandedRow]]:
-    """The engine's row of each sample, None for samples that are not trained; and all rows to train, built from the episodes.
+    """The engine's row of each sample, None for samples that are not trained; and all rows to train, built from the
+    episodes.
 
     Groups with fewer trainable episodes than `train.min_group` are not trained.
     """
@@ -182,7 +189,8 @@ def _rows(args: Any, samples: Sequence[Any]) -> tuple[list[HandedRow | None], li
     foreign = [sample.index for sample, origin in zip(samples, origins, strict=True) if origin is None]
     if foreign:
         raise TrainError(
-            f"samples {foreign[:8]} of slime's batch were not made by the engine's generate or rollout function, so they have no advantages",
+            f"samples {foreign[:8]} of slime's batch were not made by the engine's generate or rollout function, so "
+            "they have no advantages",
             kind="handover",
         )
     groups: dict[str, dict[str, Any]] = {}
@@ -202,7 +210,8 @@ def _rows(args: Any, samples: Sequence[Any]) -> tuple[list[HandedRow | None], li
         if row is not None and not sample.remove_sample:
             if sample.tokens != [*row.prompt_ids, *row.completion_ids]:
                 raise TrainError(
-                    f"sample {sample.index} has other tokens than row {origin.branch} of its episode; remove the hook that changes samples",
+                    f"sample {sample.index} has other tokens than row {origin.branch} of its episode; remove the hook "
+                    "that changes samples",
                     kind="handover",
                 )
             rows_of_samples.append(_from(row, origin.start))
@@ -211,14 +220,16 @@ def _rows(args: Any, samples: Sequence[Any]) -> tuple[list[HandedRow | None], li
     if made:
         episode, branch = next(iter(made))
         raise TrainError(
-            f"{len(made)} rows have no sample in slime's batch, the first is row {branch} of {episode}; remove the hook that drops samples",
+            f"{len(made)} rows have no sample in slime's batch, the first is row {branch} of {episode}; remove the "
+            "hook that drops samples",
             kind="handover",
         )
     return rows_of_samples, [row for row in rows_of_samples if row is not None]
 
 
 def _from(row: HandedRow, start: int) -> HandedRow:
-    """The row with a completion that begins at `start`, which is before its first trained token if a part of the row is masked."""
+    """The row with a completion that begins at `start`, which is before its first trained token if a part of the row is
+    masked."""
     front = row.prompt_ids[start:]
     if not front:
         return row
@@ -243,7 +254,8 @@ def _experts(sample: Any) -> Any:
     experts = sample.rollout_routed_experts
     if experts is None or len(experts) != len(sample.tokens) - 1:
         raise TrainError(
-            f"--use-rollout-routing-replay needs the experts of {len(sample.tokens) - 1} tokens of sample {sample.index}, and it has "
+            f"--use-rollout-routing-replay needs the experts of {len(sample.tokens) - 1} tokens of sample "
+            f"{sample.index}, and it has "
             f"{0 if experts is None else len(experts)}; set `backend.routed_experts`, or remove the flag",
             kind="handover",
         )
@@ -260,7 +272,8 @@ def advantages(args: Any, rollout_data: dict[str, Any]) -> None:
         rollout_data: The rows of this process, as slime's `_get_rollout_data` has them.
 
     Raises:
-        TrainError: kind `handover`: `convert` did not make the rows, or a row or the whole batch lost something on the way.
+        TrainError: kind `handover`: `convert` did not make the rows, or a row or the whole batch lost something on the
+            way.
     """
     from megatron.core import mpu
     from slime.backends.megatron_utils.cp_utils import slice_log_prob_with_cp
@@ -281,7 +294,8 @@ def advantages(args: Any, rollout_data: dict[str, Any]) -> None:
     for at, (values, mask, (total, response)) in enumerate(zip(rewards, masks, lengths, strict=True)):
         if len(values) != response or len(mask) != response or len(rollout_data["tokens"][at]) != total:
             raise TrainError(
-                f"row {at} of slime's batch has {len(values)} advantages, {len(mask)} masks and {len(rollout_data['tokens'][at])} tokens for "
+                f"row {at} of slime's batch has {len(values)} advantages, {len(mask)} masks and "
+                f"{len(rollout_data['tokens'][at])} tokens for "
                 f"a response of {response} in {total} tokens",
                 kind="handover",
             )

@@ -1,4 +1,5 @@
-"""slime's `generate` and `generate_rollout`: episodes of a spec over slime's SGLang router. The prompt of a sample is the id of its task."""
+"""slime's `generate` and `generate_rollout`: episodes of a spec over slime's SGLang router. The prompt of a sample is
+the id of its task."""
 
 from __future__ import annotations
 
@@ -67,7 +68,8 @@ class Episodes(TrainerRollouts):
         """
         if not isinstance(sample.prompt, str):
             raise TrainError(
-                "the prompt of a sample is a list of messages; it must be the id of a task: remove --apply-chat-template",
+                "the prompt of a sample is a list of messages; it must be the id of a task: remove "
+                "--apply-chat-template",
                 kind="train_setup",
             )
         task = self._task(sample, evaluation)
@@ -77,7 +79,8 @@ class Episodes(TrainerRollouts):
         return samples_of(sample, trajectory, self.format.decode, self.format.vision)
 
     def _task(self, sample: Any, evaluation: bool) -> Task:
-        """The task of a sample's group. slime numbers the groups of a training; samples of evaluations have groups of their own."""
+        """The task of a sample's group. slime numbers the groups of a training; samples of evaluations have groups of
+        their own."""
         if evaluation or sample.group_index is None:
             return self._used(sample.prompt)
         task = self._groups.get(sample.group_index)
@@ -120,14 +123,16 @@ async def generate(args: Any, sample: Any, sampling_params: dict[str, Any], eval
         A sample, or with `engine_rows: several` a list of samples of one `rollout_id`.
 
     Raises:
-        TrainError: kind `train_setup`: the temperatures differ, or as `Episodes`; kind `handover`: the episode has several rows.
+        TrainError: kind `train_setup`: the temperatures differ, or as `Episodes`; kind `handover`: the episode has
+            several rows.
         EngineError: as `Episodes.samples`.
     """
     episodes = await asyncio.to_thread(Episodes.of, args)
     given, wanted = sampling_params.get("temperature"), episodes.spec.sampling.temperature
     if given is not None and given != wanted:
         raise TrainError(
-            f"slime asks for temperature {given:g}, and {episodes.loaded.path} samples with {wanted:g}; make them equal",
+            f"slime asks for temperature {given:g}, and {episodes.loaded.path} samples with {wanted:g}; make them "
+            "equal",
             kind="train_setup",
         )
     made = await asyncio.wrap_future(episodes.loop.submit(episodes.samples(sample, evaluation=evaluation)))
@@ -138,8 +143,10 @@ async def generate(args: Any, sample: Any, sampling_params: dict[str, Any], eval
         assert origin is not None
         assert origin.trajectory is not None
         raise TrainError(
-            f"{origin.trajectory.episode_id} has {len(made)} rows, and slime cannot mix samples with lists of samples: write "
-            "`engine_rows: several` into the file of --custom-config-path, or use the rollout function, which needs no setting",
+            f"{origin.trajectory.episode_id} has {len(made)} rows, and slime cannot mix samples with lists of samples: "
+            "write "
+            "`engine_rows: several` into the file of --custom-config-path, or use the rollout function, which needs no "
+            "setting",
             kind="handover",
         )
     return made[0]
@@ -148,8 +155,8 @@ async def generate(args: Any, sample: Any, sampling_params: dict[str, Any], eval
 def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
     """Run the episodes of one rollout: slime's `--rollout-function-path`.
 
-    With `train.dynamic_sampling`, groups in which every advantage is 0 or that have fewer trainable episodes than `train.min_group` are replaced by other
-    groups, `train.max_sampling_rounds` times.
+    With `train.dynamic_sampling`, groups in which every advantage is 0 or that have fewer trainable episodes than
+    `train.min_group` are replaced by other groups, `train.max_sampling_rounds` times.
 
     Args:
         args: slime's arguments, with `engine_spec` and `engine_folder`.
@@ -158,11 +165,12 @@ def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: b
         evaluation: Run the tasks of `args.eval_datasets` instead.
 
     Returns:
-        slime's `RolloutFnTrainOutput`: `rollout_batch_size` groups of samples, or of lists of samples if any episode has several rows. For an evaluation
-        `RolloutFnEvalOutput`.
+        slime's `RolloutFnTrainOutput`: `rollout_batch_size` groups of samples, or of lists of samples if any episode
+        has several rows. For an evaluation `RolloutFnEvalOutput`.
 
     Raises:
-        TrainError: kind `train_setup`: a group is not `n_samples_per_prompt` samples of one task, there is no evaluation data, or as `Episodes`.
+        TrainError: kind `train_setup`: a group is not `n_samples_per_prompt` samples of one task, there is no
+            evaluation data, or as `Episodes`.
         EngineError: as `Episodes.samples`.
     """
     from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
@@ -181,7 +189,8 @@ def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: b
         for group in groups:
             if len(group) != size or len({str(sample.prompt) for sample in group}) != 1:
                 raise TrainError(
-                    f"a group of slime's data source is not {size} samples of one task: {[sample.prompt for sample in group]}",
+                    f"a group of slime's data source is not {size} samples of one task: "
+                    f"{[sample.prompt for sample in group]}",
                     kind="train_setup",
                 )
         sampled += len(groups)

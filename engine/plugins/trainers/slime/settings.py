@@ -1,4 +1,5 @@
-"""The engine's settings among slime's arguments, and the arguments that are refused because they would change the rows or have no effect."""
+"""The engine's settings among slime's arguments, and the arguments that are refused because they would change the rows
+or have no effect."""
 
 from __future__ import annotations
 
@@ -62,8 +63,8 @@ class Settings:
     folder: Path
     """`engine_folder`: the folder of the training; the run store is `rollouts` in it."""
     rows: Rows = "one"
-    """`engine_rows`: what `generate` returns. `one`: a sample; an episode with several rows is an error. `several`: a list of samples. slime
-    flattens its batch by the type of the first element, so the two cannot be mixed."""
+    """`engine_rows`: what `generate` returns. `one`: a sample; an episode with several rows is an error. `several`: a
+    list of samples. slime flattens its batch by the type of the first element, so the two cannot be mixed."""
 
     @classmethod
     def read(cls, args: Any) -> Self:
@@ -76,7 +77,8 @@ class Settings:
         rows: Rows = getattr(args, "engine_rows", "one")
         if not spec or not folder:
             raise TrainError(
-                "slime's arguments have no `engine_spec` or no `engine_folder`; write both into the file of --custom-config-path",
+                "slime's arguments have no `engine_spec` or no `engine_folder`; write both into the file of "
+                "--custom-config-path",
                 kind="train_setup",
             )
         if rows not in get_args(Rows):
@@ -106,9 +108,8 @@ def refuse_arguments(args: Any, loaded: LoadedSpec) -> None:
         sizes = (None, 0, value_of(args, "rollout_batch_size"))
         table += [*_ARGUMENTS_OF_ITS_ROLLOUT, ("--over-sampling-batch-size", sizes, "use `train.dynamic_sampling`")]
     conditions = {
-        f"backend.kind: {spec.backend.kind}: slime samples with SGLang; use `backend: {{kind: sglang}}`": not isinstance(
-            spec.backend, SGLangBackendSpec
-        ),
+        f"backend.kind: {spec.backend.kind}: slime samples with SGLang; use "
+        "`backend: {kind: sglang}`": not isinstance(spec.backend, SGLangBackendSpec),
         "train.colocate: slime moves the weights; remove it": train.colocate,
         "train.difficulty, train.asynchrony.oversample: slime draws the tasks; remove them": "difficulty"
         in written(spec)

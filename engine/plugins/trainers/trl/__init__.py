@@ -1,4 +1,5 @@
-"""TRL's GRPOTrainer on episodes of a spec: the engine runs the episodes and gives the advantages, TRL updates the weights.
+"""TRL's GRPOTrainer on episodes of a spec: the engine runs the episodes and gives the advantages, TRL updates the
+weights.
 
     rollouts = EngineRollouts("specs/train_arithmetic.yaml", "runs/trl-arithmetic")
     args = GRPOConfig(output_dir="runs/trl-arithmetic/model", **grpo_arguments(rollouts.loaded))
@@ -6,7 +7,8 @@
         EngineGRPOTrainer(rollouts, args).train()
 
 Parts: `rollouts.py` runs the episodes, `backend.py` samples with the trainer's model, `grpo.py` has the trainer
-and compares the sums of both sides of the hand-over, `arguments.py` TRL's arguments. TRL is imported when `EngineGRPOTrainer` is read.
+and compares the sums of both sides of the hand-over, `arguments.py` TRL's arguments. TRL is imported when
+`EngineGRPOTrainer` is read.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""TRL's arguments that make the updates of a spec's `train:` section, and the arguments that an EngineGRPOTrainer refuses."""
+"""TRL's arguments that make the updates of a spec's `train:` section, and the arguments that an EngineGRPOTrainer
+refuses."""
 
 from __future__ import annotations
 
@@ -27,12 +28,14 @@ _LOSS_TYPES = {
 
 
 def grpo_arguments(loaded: LoadedSpec) -> dict[str, Any]:
-    """The keyword arguments of TRL's `GRPOConfig` for the updates that `engine train` would make. Any of them may be changed.
+    """The keyword arguments of TRL's `GRPOConfig` for the updates that `engine train` would make. Any of them may be
+    changed.
 
     One microbatch is one group; set `per_device_train_batch_size` and `gradient_accumulation_steps` for another size.
 
     Raises:
-        TrainError: kind `train_setup`: the spec's loss, penalty or parameters have no counterpart in TRL; the message names all of them.
+        TrainError: kind `train_setup`: the spec's loss, penalty or parameters have no counterpart in TRL; the message
+            names all of them.
     """
     spec = loaded.spec
     train = spec.train or TrainSpec()
@@ -109,7 +112,8 @@ def _refuse_untranslated(loaded: LoadedSpec, train: TrainSpec) -> None:
     named = ", ".join(f"`{name}`" for name, refused in problems.items() if refused)
     if named:
         raise TrainError(
-            f"{loaded.path}: no argument of TRL's GRPOConfig does the same as {named}; change the spec, or write the GRPOConfig yourself",
+            f"{loaded.path}: no argument of TRL's GRPOConfig does the same as {named}; change the spec, or write the "
+            "GRPOConfig yourself",
             kind="train_setup",
         )
 

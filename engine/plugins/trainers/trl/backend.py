@@ -1,7 +1,7 @@
 """Samples with the weights of a trainer in this process: the engine's local sampler over the trainer's own model.
 
-No weight is copied. The trainer and the sampler use the model in turn: `lent` switches it to the sampler's attention and to evaluation
-mode, and switches back.
+No weight is copied. The trainer and the sampler use the model in turn: `lent` switches it to the sampler's attention
+and to evaluation mode, and switches back.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class SharedBackend(LocalBackend):
         context: int | None,
         vision: Vision | None,
     ) -> None:
-        """`model`: the trainer's, without wrappers, loaded from `folder`; its device and precision are used. The others:
-        as `LocalBackend`."""
+        """`model`: the trainer's, without wrappers, loaded from `folder`; its device and precision are used. The
+        others: as `LocalBackend`."""
         super().__init__(lambda: folder, decode, spec, vocab=vocab, context=context, vision=vision)
         self._model = model
 

@@ -1,7 +1,7 @@
 """TRL's GRPOTrainer with the engine's rows: advantages by token, the sampler's log-probs, images of any turn.
 
-Written for TRL 1.16. Four methods of GRPOTrainer are extended: `_generate_and_score_completions` (the batch of one generation),
-`_prepare_inputs` (its slices; the sums are compared here), `_compute_loss` (the loss of a slice) and
+Written for TRL 1.16. Four methods of GRPOTrainer are extended: `_generate_and_score_completions` (the batch of one
+generation), `_prepare_inputs` (its slices; the sums are compared here), `_compute_loss` (the loss of a slice) and
 `_get_per_token_logps_and_entropies` (log-probs over the ids that can be sampled).
 """
 
@@ -32,7 +32,8 @@ _IMAGE_KEYS = _PATCHES | _TILES | {"num_images"}
 
 
 def engine_reward(prompts: list[Any], completions: list[Any], engine_reward: list[float | None], **_: Any) -> list[Any]:
-    """The sum of an episode's rewards, for TRL's metrics; the loss reads the engine's advantages. None: the engine failed."""
+    """The sum of an episode's rewards, for TRL's metrics; the loss reads the engine's advantages. None: the engine
+    failed."""
     return engine_reward
 
 
@@ -106,7 +107,8 @@ class EngineGRPO:
         tensors = vision.tensors(digests)
         if set(tensors) not in (_PATCHES, _TILES):
             raise TrainError(
-                f"TRL cannot split the image tensors of this model by row ({', '.join(sorted(tensors))}); use a model of "
+                f"TRL cannot split the image tensors of this model by row ({', '.join(sorted(tensors))}); use a model "
+                "of "
                 "Qwen's or Idefics3's families, or `engine train`",
                 kind="train_setup",
             )
@@ -135,7 +137,8 @@ class EngineGRPO:
         return inputs
 
     @overrides(
-        "model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, compute_aux_loss, pixel_values, "
+        "model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, compute_aux_loss, "
+        "pixel_values, "
         "image_grid_thw, num_images, pixel_attention_mask, spatial_shapes, num_tiles, image_sizes, token_type_ids, "
         "mm_token_type_ids, image_position_ids"
     )
@@ -150,7 +153,8 @@ class EngineGRPO:
 
     @overrides("model, inputs")
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Any:
-        """Compute TRL's loss; before the first update with a batch, measure how far its log-probs are from the sampler's."""
+        """Compute TRL's loss; before the first update with a batch, measure how far its log-probs are from the
+        sampler's."""
         if "num_images" in inputs and not inputs.get("pixel_attention_mask", inputs["pixel_values"]).any():
             inputs = {name: value for name, value in inputs.items() if name not in _IMAGE_KEYS}
         loss = super()._compute_loss(model, inputs)  # type: ignore[misc]
@@ -167,9 +171,9 @@ class EngineGRPO:
 def _excluded(head: Any, vocab: int, banned: list[int]) -> Iterator[None]:
     """Inside the block the output layer gives ids that are never sampled no probability.
 
-    No sampled token lowers their logits, so they would get more probability in each update. TRL multiplies by the layer's weight itself and
-    adds its bias, so they are excluded by one. A layer that has a bias stays as it is, since its bias may be trained.
-    Rows of `weight` from `vocab` on belong to no token.
+    No sampled token lowers their logits, so they would get more probability in each update. TRL multiplies by the
+    layer's weight itself and adds its bias, so they are excluded by one. A layer that has a bias stays as it is, since
+    its bias may be trained. Rows of `weight` from `vocab` on belong to no token.
     """
     weight = head.weight
     if head.bias is not None or (vocab >= len(weight) and not banned):

@@ -1,6 +1,7 @@
 """Runs the episodes of TRL's batches: the `rollout_func` of a GRPOTrainer.
 
-Each call gets the task ids of one generation batch and runs `num_generations` episodes of each task, with the trainer's present weights.
+Each call gets the task ids of one generation batch and runs `num_generations` episodes of each task, with the trainer's
+present weights.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
 
 
 class EngineRollouts:
-    """The episodes of a spec for a trainer in this process. Close it after the training, or use it as a context manager.
+    """The episodes of a spec for a trainer in this process. Close it after the training, or use it as a context
+    manager.
 
     >>> with EngineRollouts("spec.yaml", "runs/with-trl") as rollouts:
     ...     EngineGRPOTrainer(rollouts, args).train()
@@ -32,8 +34,10 @@ class EngineRollouts:
         spec: The spec, or the path of its file. Its backend must be `local`: the sampler uses the trainer's own model.
         folder: The folder of the training; the run store is `rollouts` in it.
         keep_going: Do not stop if the first episodes all fail with one cause.
-        several_rows: What happens to an episode with several rows, since TRL takes one for each prompt. `refuse`: the training stops.
-            `leave_out`: its tokens are not trained; `trl/left_out_tokens` counts them. Its rewards stay in the baseline of its group.
+        several_rows: What happens to an episode with several rows, since TRL takes one for each prompt. `refuse`: the
+            training stops.
+            `leave_out`: its tokens are not trained; `trl/left_out_tokens` counts them. Its rewards stay in the baseline
+            of its group.
 
     Raises:
         SpecError: the spec is invalid.
@@ -53,7 +57,8 @@ class EngineRollouts:
         backend = self.loaded.spec.backend
         if not isinstance(backend, LocalBackendSpec):
             raise TrainError(
-                f"{self.loaded.path}: a `{backend.kind}` backend does not sample with TRL's model; use `backend: {{kind: local}}`",
+                f"{self.loaded.path}: a `{backend.kind}` backend does not sample with TRL's model; use "
+                "`backend: {kind: local}`",
                 kind="train_setup",
             )
         self._backend_spec = backend
@@ -83,8 +88,8 @@ class EngineRollouts:
             trainer: The trainer; its model samples.
 
         Raises:
-            TrainError: kind `train_setup`: the prompts are not groups of this spec's tasks, or the model was exchanged; kind
-                `handover`: an episode has several rows; kind `no_data`: no episode can be trained on.
+            TrainError: kind `train_setup`: the prompts are not groups of this spec's tasks, or the model was exchanged;
+                kind `handover`: an episode has several rows; kind `no_data`: no episode can be trained on.
             EngineError: as `Runner.episode`.
         """
         samples: int = trainer.num_generations
@@ -144,7 +149,8 @@ class EngineRollouts:
         return placed.rows
 
     def mean_length(self) -> float:
-        """The mean number of trained tokens of an episode in the training's first batch, which the folder keeps for later launches.
+        """The mean number of trained tokens of an episode in the training's first batch, which the folder keeps for
+        later launches.
 
         Raises:
             OSError, ValueError: the folder's file cannot be read or written.

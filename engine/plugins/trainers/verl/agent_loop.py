@@ -1,12 +1,13 @@
-"""An agent loop of verl that runs one episode of a spec. The YAML file of `actor_rollout_ref.rollout.agent.agent_loop_config_path` names it:
+"""An agent loop of verl that runs one episode of a spec. The YAML file of
+`actor_rollout_ref.rollout.agent.agent_loop_config_path` names it:
 
     - name: engine
       _target_: engine.plugins.trainers.verl.agent_loop.EngineAgentLoop
       spec: /data/spec.yaml
       folder: /data/runs/with-verl
 
-verl makes an object for each episode, forms the groups and computes the advantages from one reward for each episode. So only specs are run whose credit is
-a formula of verl's: `settings.py` refuses others. `EngineManager` has no such limit.
+verl makes an object for each episode, forms the groups and computes the advantages from one reward for each episode. So
+only specs are run whose credit is a formula of verl's: `settings.py` refuses others. `EngineManager` has no such limit.
 
 Each worker of verl is a process with a run store of its own, `process-<number>/rollouts` in the folder.
 """
@@ -81,18 +82,21 @@ class EngineAgentLoop:
             columns: The row of verl's data set, with `extra_info.task`, and `uid`; verl's V1 trainer adds `session_id`.
 
         Returns:
-            For verl's V1 trainer a list with one AgentLoopOutput for each row of the episode, else the one AgentLoopOutput.
+            For verl's V1 trainer a list with one AgentLoopOutput for each row of the episode, else the one
+            AgentLoopOutput.
 
         Raises:
-            TrainError: kind `train_setup`: a setting, the spec or the row of the data set does not fit; kind `untrainable`: the episode cannot be
-                trained on; kind `handover`: verl would not carry its rows. verl counts the prompt as failed.
+            TrainError: kind `train_setup`: a setting, the spec or the row of the data set does not fit; kind
+                `untrainable`: the episode cannot be trained on; kind `handover`: verl would not carry its rows. verl
+                counts the prompt as failed.
             EngineError: as `TrainerRollouts.start` and `Runner.episode`.
         """
         episodes = await asyncio.to_thread(LoopEpisodes.of, *self._key, self._config, self._client)
         wanted, asked = episodes.spec.sampling.temperature, sampling_params.get("temperature")
         if asked is not None and asked != wanted:
             raise TrainError(
-                f"verl asks for temperature {asked:g}, and {episodes.loaded.path} samples with {wanted:g}; evaluate with `engine eval`",
+                f"verl asks for temperature {asked:g}, and {episodes.loaded.path} samples with {wanted:g}; evaluate "
+                "with `engine eval`",
                 kind="train_setup",
             )
         session = "session_id" in columns
@@ -107,7 +111,8 @@ class EngineAgentLoop:
     def _refuse_rows(self, rows: list[TrainingRow], episode: str, session: bool) -> None:
         if len(rows) > 1 and (not session or value_of(self._config, "algorithm.adv_estimator") != "grpo"):
             raise TrainError(
-                f"{episode} has {len(rows)} rows, and verl takes several rows of an episode only in its V1 trainer, with adv_estimator=grpo. Use "
+                f"{episode} has {len(rows)} rows, and verl takes several rows of an episode only in its V1 trainer, "
+                "with adv_estimator=grpo. Use "
                 "EngineManager, or a chat template that does not rewrite history",
                 kind="handover",
             )
@@ -119,7 +124,8 @@ class EngineAgentLoop:
             most = value_of(self._config, setting)
             if len(ids) > most:
                 raise TrainError(
-                    f"{episode} has a {part} of {len(ids)} tokens, and {setting}={most}; set it to the largest number that `limits.episode_tokens` "
+                    f"{episode} has a {part} of {len(ids)} tokens, and {setting}={most}; set it to the largest number "
+                    "that `limits.episode_tokens` "
                     "allows",
                     kind="handover",
                 )
@@ -148,7 +154,8 @@ class _Prompt:
 
 
 class LoopEpisodes(TrainerRollouts):
-    """The episodes of a spec in one worker of verl, on a loop of their own. `LoopEpisodes.of` gives those of this process.
+    """The episodes of a spec in one worker of verl, on a loop of their own. `LoopEpisodes.of` gives those of this
+    process.
 
     Raises:
         SpecError: the spec is invalid.
@@ -178,7 +185,8 @@ class LoopEpisodes(TrainerRollouts):
         episodes = _OPEN.opened((spec, folder), lambda: cls(spec, folder, config, client))
         if episodes.client is not client:
             raise TrainError(
-                f"the episodes of {folder} sample with another client of verl in this process; give each worker a process",
+                f"the episodes of {folder} sample with another client of verl in this process; give each worker a "
+                "process",
                 kind="train_setup",
             )
         return episodes
@@ -186,8 +194,9 @@ class LoopEpisodes(TrainerRollouts):
     def submit(self, columns: Mapping[str, Any], refuse: Callable[[list[TrainingRow], str], None]) -> Future[_Ended]:
         """Start an episode of the task that a row of verl's data set names; its result is the episode and its rows.
 
-        In verl's V1 trainer it comes when all episodes of the prompt have ended: verl trains on what a failed prompt has, and would give
-        the raw reward to an episode without others. `refuse` raises if verl does not carry these rows of an episode.
+        In verl's V1 trainer it comes when all episodes of the prompt have ended: verl trains on what a failed prompt
+        has, and would give the raw reward to an episode without others. `refuse` raises if verl does not carry these
+        rows of an episode.
         """
         return self._loop.submit(self._rows_of(columns, refuse))
 
@@ -212,7 +221,8 @@ class LoopEpisodes(TrainerRollouts):
             await prompt.ended.wait()
             if self.rows.is_small(prompt.usable, self.spec.rollout.samples_per_task):
                 raise TrainError(
-                    f"{task.id}/{number} is not trained on: its group has fewer trainable episodes than `train.min_group`",
+                    f"{task.id}/{number} is not trained on: its group has fewer trainable episodes than "
+                    "`train.min_group`",
                     kind="untrainable",
                 )
         return usable, rows, prompt.holders

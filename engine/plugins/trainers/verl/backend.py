@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 class VerlBackend(TrainerBackend):
     """The servers of a verl training as a backend.
 
-    verl reports the versions of a reply as a smallest and a largest one. If they differ, all tokens get the smallest one, and
-    `collapsed_versions` of `stats` counts the reply. `client` is verl's `LLMServerClient`.
+    verl reports the versions of a reply as a smallest and a largest one. If they differ, all tokens get the smallest
+    one, and `collapsed_versions` of `stats` counts the reply. `client` is verl's `LLMServerClient`.
     """
 
     compact = False
@@ -53,7 +53,8 @@ class VerlBackend(TrainerBackend):
         """See `TrainerBackend.sample`. Requests of one episode have one id, so verl sends them to one server.
 
         Raises:
-            BackendError: The request was aborted (kind `aborted`, may be tried again), or the server told no version (kind `invalid_reply`).
+            BackendError: The request was aborted (kind `aborted`, may be tried again), or the server told no version
+                (kind `invalid_reply`).
         """
         ids, images = request.input_ids, {}
         if request.images and self.pixels is not None:

@@ -1,7 +1,8 @@
 """Runs the episodes of verl's prompts, and writes their rows to TransferQueue: verl's `agent_loop_manager_class`.
 
-One row of verl's data set is one task: `extra_info.task` is its id (`write_tasks` writes such a file). A prompt's group is run as a whole; its rows
-are written, and then the prompt is `finished`. A group without a row is a `failure`, and verl asks for another one.
+One row of verl's data set is one task: `extra_info.task` is its id (`write_tasks` writes such a file). A prompt's group
+is run as a whole; its rows are written, and then the prompt is `finished`. A group without a row is a `failure`, and
+verl asks for another one.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ class EngineManager:
     """The agent loop manager; verl makes it with `create`.
 
     Args:
-        config: verl's whole configuration; `engine.spec` is the spec's path, `engine.folder` the folder of the run store.
+        config: verl's whole configuration; `engine.spec` is the spec's path, `engine.folder` the folder of the run
+            store.
         llm_client: verl's client of its servers.
 
     Raises:
@@ -49,7 +51,8 @@ class EngineManager:
         path, folder = value_of(config, "engine.spec"), value_of(config, "engine.folder")
         if path is None or folder is None:
             raise TrainError(
-                "verl's configuration has no `engine.spec` or no `engine.folder`; add `+engine.spec=SPEC +engine.folder=FOLDER`",
+                "verl's configuration has no `engine.spec` or no `engine.folder`; add "
+                "`+engine.spec=SPEC +engine.folder=FOLDER`",
                 kind="train_setup",
             )
         loaded = load_spec(Path(path))
@@ -103,7 +106,8 @@ class EngineManager:
                 )
             if task not in self._episodes.tasks:
                 raise TrainError(
-                    f"`extra_info.task` of a prompt is {task!r}, which is not a task of {self._episodes.loaded.path}; make the data "
+                    f"`extra_info.task` of a prompt is {task!r}, which is not a task of {self._episodes.loaded.path}; "
+                    "make the data "
                     "file with `write_tasks`",
                     kind="train_setup",
                 )
@@ -113,7 +117,8 @@ class EngineManager:
             future.add_done_callback(self._running.discard)
 
     async def _group(self, uid: str, task: str, step: int, columns: Mapping[str, Any]) -> None:
-        """Run a group and write its rows. Every end of it is a status of its prompt, so the trainer never waits for nothing."""
+        """Run a group and write its rows. Every end of it is a status of its prompt, so the trainer never waits for
+        nothing."""
         status = "failure"
         try:
             await self._status(uid, "running")

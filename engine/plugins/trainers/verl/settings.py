@@ -58,7 +58,8 @@ MANAGER_SETTINGS: list[Row] = [
 
 
 def refuse_settings(config: Any, loaded: LoadedSpec, vision: Vision | None) -> None:
-    """Refuse settings of verl that would change the rows of an EngineManager, or that have no effect on them, and log the others.
+    """Refuse settings of verl that would change the rows of an EngineManager, or that have no effect on them, and log
+    the others.
 
     Raises:
         TrainError: kind `train_setup`; the message names all of them.
@@ -70,7 +71,8 @@ def refuse_settings(config: Any, loaded: LoadedSpec, vision: Vision | None) -> N
 
 
 def refuse_loop_settings(config: Any, loaded: LoadedSpec, vision: Vision | None) -> None:
-    """Refuse settings with which verl would compute other advantages from an EngineAgentLoop's rewards than the spec's credit.
+    """Refuse settings with which verl would compute other advantages from an EngineAgentLoop's rewards than the spec's
+    credit.
 
     Raises:
         TrainError: kind `train_setup`; the message names all of them.

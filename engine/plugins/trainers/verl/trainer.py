@@ -1,7 +1,8 @@
 """verl's synchronous V1 trainer with the engine's advantages, registered as `trainer.v1.trainer_mode=engine` when
 this module is imported. The import also repairs verl for rows with images: see `fixes.py`.
 
-Tested with verl 0.9.1; an import with a version whose class has other methods is an error. `_compute_advantage` is extended: verl's own runs first (it also computes a rollout correction, if the configuration has one), and its
+Tested with verl 0.9.1; an import with a version whose class has other methods is an error. `_compute_advantage` is
+extended: verl's own runs first (it also computes a rollout correction, if the configuration has one), and its
 advantages are replaced by the column of the rows.
 """
 
