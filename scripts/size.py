@@ -172,6 +172,13 @@ class Sizes:
         self.places[name].append(f"{module.path}:{getattr(node, 'lineno', 1)} {what}".rstrip())
 
     def _count(self, module: Module) -> None:
+        fields = {
+            statement.target
+            for node in module.nodes
+            if isinstance(node, ast.ClassDef)
+            for statement in node.body
+            if isinstance(statement, ast.AnnAssign)
+        }
         for node in module.nodes:
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 self._add("functions", module, node, node.name)
@@ -188,7 +195,12 @@ class Sizes:
             elif isinstance(node, ast.Call):
                 if _called(node) in _CLASS_MAKERS or (_called(node) == "type" and len(node.args) == 3):
                     self._add("classes", module, node)
-            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id in VAGUE:
+            elif (
+                isinstance(node, ast.Name)
+                and isinstance(node.ctx, ast.Store)
+                and node.id in VAGUE
+                and node not in fields
+            ):
                 self._add("vague locals", module, node, node.id)
                 if module.room == "core":
                     self._add("vague locals of the core", module, node, node.id)
@@ -283,7 +295,7 @@ def _body(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> list[a
 
 
 def _forwards(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    """Whether a function is one call that is given each of its arguments unchanged."""
+    """Whether a function is one call that is given each of its arguments unchanged, and nothing else."""
     body = _body(node)
     if len(body) != 1 or not isinstance(body[0], (ast.Return, ast.Expr)):
         return False
@@ -294,9 +306,9 @@ def _forwards(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
     positional = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args)]
     names = {name for name in positional if name not in ("self", "cls")}
     names |= {argument.arg for argument in (arguments.vararg, *arguments.kwonlyargs, arguments.kwarg) if argument}
-    values = [*call.args, *(keyword.value for keyword in call.keywords)]
-    passed = {value.id for value in map(_unstarred, values) if isinstance(value, ast.Name)}
-    return bool(names) and names <= passed
+    values = [*map(_unstarred, call.args), *(keyword.value for keyword in call.keywords)]
+    passed = [value.id if isinstance(value, ast.Name) else "" for value in values]
+    return bool(names) and sorted(passed) == sorted(names)
 
 
 def _unstarred(value: ast.expr) -> ast.expr:
