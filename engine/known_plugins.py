@@ -1,5 +1,7 @@
-"""What each plugin of the engine adds, for messages about one that is not installed. Written by
-scripts/known_plugins.py."""
+"""What each plugin of the engine adds, for messages about one that is not installed.
+
+Written by scripts/known_plugins.py.
+"""
 
 KNOWN: dict[str, dict[str, tuple[str, ...]]] = {
     "adapters": {

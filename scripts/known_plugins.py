@@ -15,7 +15,10 @@ os.environ["ENGINE_PLUGINS_OFF"] = "strangers"
 from engine import plugin
 
 FILE = Path(__file__).parent.parent / "engine" / "known_plugins.py"
-HEAD = '''"""What each plugin of the engine adds, for messages about one that is not installed. Written by scripts/known_plugins.py."""
+HEAD = '''"""What each plugin of the engine adds, for messages about one that is not installed.
+
+Written by scripts/known_plugins.py.
+"""
 
 '''
 

@@ -6,8 +6,7 @@ spec_facts.py  what the section means for other parts of a spec, such as the sta
 action.py      the actions `condense` and `ask_summary`
 chunks.py      the parts of a thread, their keywords, and what stands for them
 room.py        when a conversation must be condensed, and the window of images
-record.py      their journal record
-expand.py      the tool `expand`
+record.py      their journal record, and the tool `expand`
 rules.py       its rules of `engine validate`
 """
 

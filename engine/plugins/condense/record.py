@@ -1,4 +1,4 @@
-"""The journal record of a condensation, and the blocks that it made."""
+"""The journal record of a condensation, the blocks that it made, and the tool `expand`, which gives their texts."""
 
 from __future__ import annotations
 
@@ -8,9 +8,14 @@ from typing import Any, Literal, Self
 import msgspec
 from msgspec.structs import replace
 
+from engine.actions.calling.workers import on_main_loop
+from engine.actions.toolbox import BoundTool, bind_tool
 from engine.schemas.base import Struct
+from engine.schemas.environment import EpisodeView
 from engine.schemas.journal import RecordBase
 from engine.schemas.message import Message
+
+_EXPAND_SECONDS = 10.0
 
 
 class Block(Struct, frozen=True, kw_only=True):
@@ -64,3 +69,23 @@ class CondenseRecord(RecordBase, frozen=True, kw_only=True):
         """The same with other messages in their places."""
         new = iter(messages)
         return replace(self, thread=[item if isinstance(item, int) else next(new) for item in self.thread or ()])
+
+
+@on_main_loop
+async def expand(block: int, view: EpisodeView) -> str:
+    """Read the original text of a condensed block of this conversation, `<block_N>`.
+
+    Args:
+        block: N, the number of the block.
+    """
+    text = view.blocks.get(block)
+    if text is not None:
+        return text
+    if not view.blocks:
+        return f"There is no block {block}: nothing has been condensed."
+    return f"There is no block {block}. The blocks are 1 to {max(view.blocks)}."
+
+
+def expand_tool() -> BoundTool:
+    """The tool. It has no state: the blocks are in the episode's view."""
+    return bind_tool(expand, name="expand", seconds=_EXPAND_SECONDS, effects="pure", where="condense.expand")

@@ -27,7 +27,7 @@ def facts(spec: EpisodeSpec) -> SpecFacts:
     condense = CondenseSpec.section_of(spec)
     if condense is None:
         return SpecFacts(trainer_uses=_trainer_uses(spec, None))
-    expand = AddedTool(path=("condense", "expand"), make="engine.plugins.condense.expand:expand_tool")
+    expand = AddedTool(path=("condense", "expand"), make="engine.plugins.condense.record:expand_tool")
     code: tuple[AddedCode, ...] = ()
     roles: dict[DataPath, PlayedRole] = {}
     if isinstance(condenser := condense.condenser, OwnCondenserSpec):

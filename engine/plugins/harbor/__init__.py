@@ -1,7 +1,7 @@
 """Task folders of Harbor's form: their source of tasks, and the environment that runs them.
 
-facts.py         the source `harbor`, and what holds for the adapter `harbor`
-source.py        task folders as rows; folders.py and dockerfile.py: what is read of a folder
+source.py        task folders as rows, and what holds for the source and the adapter `harbor`
+folders.py       what is read of a folder; dockerfile.py: of its Dockerfile
 environment.py   an episode in the sandbox, with its files and commands
 rules.py         its rule of `engine validate`
 """
@@ -12,7 +12,7 @@ PLUGIN = Plugin(
     name="harbor",
     about="Task folders of Harbor's form, in the sandbox",
     needs=("confinement",),
-    sources={"harbor": "engine.plugins.harbor.facts:SOURCE"},
-    adapters={"harbor": "engine.plugins.harbor.facts:ADAPTER"},
+    sources={"harbor": "engine.plugins.harbor.source:SOURCE"},
+    adapters={"harbor": "engine.plugins.harbor.source:ADAPTER"},
     rules=("engine.plugins.harbor.rules",),
 )

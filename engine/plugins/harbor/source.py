@@ -1,4 +1,7 @@
-"""Task folders of Harbor's form as rows: `tasks: {source: harbor, path: FOLDER}`."""
+"""Task folders of Harbor's form as rows: `tasks: {source: harbor, path: FOLDER}`.
+
+And what holds for the source `harbor`, and for the adapter that runs them.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from engine.errors import SpecError
 from engine.plugins.harbor.folders import HarborError, UnsupportedTaskError, read_task, task_folders
+from engine.schemas.entry import AdapterFacts
+from engine.schemas.tasks import SourceFacts
 from engine.spec.rows.row_sources import TASKS, fault, task_file
 from engine.spec.rows.sources import ListRows, Rows
 from engine.spec.text.diagnostic import Diagnostic, Origin
@@ -15,6 +20,17 @@ from engine.spec.text.near import short
 if TYPE_CHECKING:
     from engine.spec.load import LoadedSpec
 
+SOURCE = SourceFacts(keys=("path", "unsupported"), opens="engine.plugins.harbor.source:task_rows")
+ADAPTER = AdapterFacts(
+    name="harbor",
+    runs="engine.plugins.harbor.environment:HarborEnvironment",
+    use="`shell` (the model has a tool of that name) or `program` (for an agent program); with "
+    "`tasks: {source: harbor}`",
+    names="name",
+    rewards="end",
+    thread_safe=True,
+    tools="some",
+)
 MOST_REFUSED = 20
 """Task folders whose reasons for being refused are listed."""
 

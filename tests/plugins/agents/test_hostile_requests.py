@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from wire_kit import URI
 
-from engine.plugins.agents.wire.apis import APIS
+from engine.plugins.agents.server import APIS
 from engine.plugins.agents.wire.requests import ApiError, Session, Stored
 from engine.schemas.message import Message
 from engine.storable import refusal

@@ -39,6 +39,8 @@ def test_the_limits_of_a_user_can_stop_the_user(
     context = CheckContext(loaded)
     found = {item.rule for item in check_spec(loaded)}
     stopped = [edge for edge in coverage_of(loaded, []).taken if edge[:2] == ("AWAITING_USER_FEEDBACK", "limit")]
-    assert ("machine.unreachable" in found, "SILENT" in {place.state for place in context.graph.steps}, len(stopped)) == (
-        (True, False, 0) if unreachable else (False, True, 1)
-    )
+    assert (
+        "machine.unreachable" in found,
+        "SILENT" in {place.state for place in context.graph.steps},
+        len(stopped),
+    ) == ((True, False, 0) if unreachable else (False, True, 1))

@@ -137,7 +137,7 @@ class Event(Struct, frozen=True, kw_only=True):
 
 
 class ModelApi(ABC):
-    """One model API. To add one: write its class in a file of its own, and add it to `APIS` (apis.py)."""
+    """One model API. To add one: write its class in a file of its own, and add it to `APIS` (server.py)."""
 
     path: ClassVar[str]
     """The path of its requests for replies."""
