@@ -14,7 +14,7 @@ PLUGIN = Plugin(
     players={"user": "engine.plugins.roles.players:user", "scorer": "engine.plugins.roles.players:scorer"},
     rules=("engine.plugins.roles.rules",),
     hooks={
-        "open_service": "engine.plugins.roles.players:open_service",
-        "reward_source": "engine.plugins.roles.players:judge",
+        "open_service": "engine.plugins.roles.models:open_service",
+        "reward_source": "engine.plugins.roles.judge:judge",
     },
 )

@@ -24,8 +24,10 @@ from engine.spec.template import fill, own_spans
 
 if TYPE_CHECKING:
     from engine.actions.action import EpisodeObjects
+    from engine.actions.calling.workers import Workers
     from engine.plugins.roles.models import RoleModel
     from engine.schemas.role import ScorerSpec
+    from engine.spec.load import LoadedSpec
 
 
 class Judge(RewardSource):
@@ -98,3 +100,9 @@ class Judge(RewardSource):
             return None
         low, high = self._spec.scale
         return number if number is not None and low <= number <= high else None
+
+
+def judge(loaded: LoadedSpec, code: Workers) -> Judge | None:
+    """The hook `reward_source`."""
+    spec = loaded.spec.rewards.scorer
+    return Judge(spec) if spec is not None and spec.model_played else None

@@ -464,3 +464,8 @@ class RoleModels(EpisodeService):
             f"{index}:{served.backend.declared.kind_name()}": served.backend.stats()
             for index, served in enumerate(self._backends.values())
         }
+
+
+def open_service(inputs: ServiceInputs) -> RoleModels | None:
+    """The hook `open_service`: None if no model plays a role."""
+    return RoleModels(inputs) if played_roles(inputs.loaded.spec) else None

@@ -9,10 +9,6 @@ from engine.schemas.backend import default_backend
 from engine.spec.added import PlayedRole, played_roles
 
 if TYPE_CHECKING:
-    from engine.actions.calling.workers import Workers
-    from engine.actions.services import ServiceInputs
-    from engine.plugins.roles.judge import Judge
-    from engine.plugins.roles.models import RoleModels
     from engine.schemas.episode import EpisodeSpec
     from engine.schemas.role import RoleSpec, ScorerSpec
     from engine.spec.load import LoadedSpec
@@ -34,25 +30,6 @@ def user(path: DataPath, spec: RoleSpec) -> PlayedRole:
 def scorer(path: DataPath, spec: ScorerSpec) -> PlayedRole:
     """The role of a judge."""
     return PlayedRole(name=spec.name, spec=spec, blame="environment", kinds="judge", fields=JUDGE_FIELDS)
-
-
-def open_service(inputs: ServiceInputs) -> RoleModels | None:
-    """The hook `open_service`: None if no model plays a role."""
-    if not played_roles(inputs.loaded.spec):
-        return None
-    from engine.plugins.roles.models import RoleModels
-
-    return RoleModels(inputs)
-
-
-def judge(loaded: LoadedSpec, code: Workers) -> Judge | None:
-    """The hook `reward_source`."""
-    spec = loaded.spec.rewards.scorer
-    if spec is None or not spec.model_played:
-        return None
-    from engine.plugins.roles.judge import Judge
-
-    return Judge(spec)
 
 
 RoleWeights = Literal["apart", "policy", "base", "copy", "impossible"]
