@@ -217,8 +217,8 @@ async def test_a_user_with_the_policys_weights_changes_with_them(
     own_weights: None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The same probe sees `weights: policy` move, so it would see a frozen role move."""
-    train = {"weight_sync": {"method": "disk"}, "optimizer": {"lr": 0.05}}
+    """The same probe sees `weights: policy` move, so it would see a frozen role move. With a larger rate the user may soon say nothing."""
+    train = {"weight_sync": {"method": "disk"}, "optimizer": {"lr": 0.005}}
     trainer = begin(tmp_path, tiny_model_dir, {"urls": [sglang_server.url]}, train, user=played(weights="policy"))
     probes = Probes(monkeypatch, trainer)
     await trainer.run()
