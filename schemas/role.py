@@ -46,8 +46,8 @@ class RoleSpec(Contract):
     sampling: SamplingParams = Field(default_factory=SamplingParams)
     """Sampling parameters of the role's model. Its replies are never trained on."""
     prompt: list[RoleMessage] = Field(default_factory=list)
-    """What the model that plays is told. `{{task.question}}` is a field of the task; `{{reply}}` the policy's newest
-    reply."""
+    """The prompt of the model that plays the role. `{{task.question}}` is a field of the task; `{{reply}}` the policy's
+    newest reply."""
     turn_tokens: int = Field(default=512, ge=1)
     """Maximum number of tokens of one answer of a model, including reasoning."""
     isolation: IsolationSpec | None = None

@@ -66,8 +66,8 @@ def train_spec_of(loaded: LoadedSpec) -> TrainSpec:
     """The spec's `train:` section as it is used; with `epochs`, `steps` is the number of steps that they take.
 
     Raises:
-        TrainError: kind `train_setup`: the spec has no `train:` section, its backend cannot be trained with, or there
-            are no rows of `train.data`.
+        TrainError: kind `train_setup`: the spec has no `train:` section, its backend cannot be trained with, or
+            `train.data` has no rows.
         SpecError: with `epochs`, the tasks cannot be read.
     """
     spec = loaded.spec

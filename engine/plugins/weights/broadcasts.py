@@ -128,9 +128,9 @@ class BroadcastGroup:
 
 
 def _nccl(store: Any, size: int) -> Any:
-    """A group of NCCL with rank 0 here. A lost server must not end the training: torch's watchdog, which ends a process
-    whose broadcast failed or is late, is told to do nothing (TORCH_NCCL_ASYNC_ERROR_HANDLING=0); time limits are kept
-    in `broadcast`."""
+    """A group of NCCL with rank 0 here. A lost server must not end the training. Torch's watchdog ends a process whose
+    broadcast failed or is late, so it is switched off (TORCH_NCCL_ASYNC_ERROR_HANDLING=0); `broadcast` has the time
+    limits."""
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(days=1)
     before = os.environ.get(_NCCL_ERRORS)

@@ -1,6 +1,6 @@
 """Sends new weights to SGLang servers by broadcasts in one process group.
 
-Process 0 of the training and every tensor-parallel process of every server are in one group. Servers are told names,
+Process 0 of the training and every tensor-parallel process of every server are in one group. Servers get names,
 number types and shapes of a bucket, and receive its tensors; the last bucket names the version.
 
 Invariants:

@@ -195,8 +195,8 @@ def _text(template: ChatTemplate, tape: Tape, start: int, end: int) -> str:
 
 
 def end_in(pieces: Sequence[Piece], text: str) -> int | None:
-    """The index in `text` where the tape ends; None where the tape is no beginning of the text. Only the white space of
-    what was sampled may differ."""
+    """The index in `text` where the tape ends; None where the text does not begin with the tape. Only the white space
+    of what was sampled may differ."""
     said = "".join([piece for _, piece in pieces])
     if text.startswith(said):
         return len(said)

@@ -124,7 +124,7 @@ def convert(args: Any, samples: Sequence[Any]) -> dict[str, list[Any]]:
 
     Raises:
         TrainError: kind `handover`: a sample was not made by the engine's functions, a row of an episode is missing,
-            the number of episodes is no multiple of `global_batch_size`, or the columns are not what the engine has.
+            `global_batch_size` does not divide the number of episodes, or the columns differ from those of the engine.
         SpecError: the spec is invalid.
     """
     rows, built = _rows(args, samples)
