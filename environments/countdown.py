@@ -154,8 +154,7 @@ def _fields(task: Task) -> tuple[list[int], int]:
     if not valid or type(target) is not int:
         raise ValueError(
             f"task {task.id!r}: `numbers` is {numbers!r} and `target` is {target!r}; write a list of whole "
-            "numbers and a "
-            "whole number, as `engine.environments.countdown:problems` does"
+            "numbers and a whole number, as `engine.environments.countdown:problems` does"
         )
     assert isinstance(numbers, list)
     return numbers, target

@@ -132,7 +132,6 @@ def _answer(task: Task) -> int:
     if not isinstance(question, str) or type(answer) is not int:
         raise ValueError(
             f"task {task.id!r}: `question` is {question!r} and `answer` is {answer!r}; write a text and a "
-            "whole number, as "
-            "`engine.environments.programs:problems` does"
+            "whole number, as `engine.environments.programs:problems` does"
         )
     return answer

@@ -418,8 +418,7 @@ class TextToSql:
         if tries < 1 or rows < 1 or steps < STEPS_PER_CHECK or seconds <= 0:
             raise ValueError(
                 f"tries is {tries}, rows {rows}, steps {steps}, seconds {seconds}; write at least 1, 1, "
-                f"{STEPS_PER_CHECK} and "
-                "more than 0"
+                f"{STEPS_PER_CHECK} and more than 0"
             )
         self._paths = [database, *(also or [])] if database is not None else []
         if also and database is None:

@@ -183,8 +183,7 @@ class ObjectBuilder:
             offered_names = ", ".join(f"`{name}`" for name in toolbox.tools) or "none"
             raise SpecCodeError(
                 f"the row of task `{task.id if task else ''}` has the tool `{missing[0]}`, which the spec does not "
-                "have "
-                f"(tools: {offered_names}); add it under `tools`, or set `prompt.tools: null`",
+                f"have (tools: {offered_names}); add it under `tools`, or set `prompt.tools: null`",
                 blame="spec",
                 kind="unknown_tool",
             )

@@ -151,8 +151,7 @@ class ScriptedBackend(Backend):
         if self._script.exhausted == "error" or not replies:
             raise BackendError(
                 f"the script has {len(replies)} replies for episode {request.episode_id!r}, and none for its turn "
-                f"{turn}: "
-                "write one more, or set `exhausted: cycle` or `exhausted: last`",
+                f"{turn}: write one more, or set `exhausted: cycle` or `exhausted: last`",
                 kind="script_exhausted",
             )
         return replies[turn % len(replies)] if self._script.exhausted == "cycle" else replies[-1]

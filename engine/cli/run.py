@@ -301,8 +301,7 @@ async def drive(
     if images := stats.get("images"):
         console.print(
             f"Images: sent at the size of their grid, so that the servers ({', '.join(images['server_processors'])}) "
-            "see "
-            "the rows' own pixels",
+            "see the rows' own pixels",
             highlight=False,
         )
     if verified := stats.get("verified"):

@@ -212,8 +212,7 @@ class Guard:
             if work > MAX_WORK:
                 raise GuardError(
                     f"guard `{around(self.expression, 0)}`: it may take {work:,} steps on these values; {MAX_WORK:,} "
-                    "are allowed. "
-                    "Nest fewer loops, or shorten the lists that it loops over"
+                    "are allowed. Nest fewer loops, or shorten the lists that it loops over"
                 )
         try:
             return self._evaluate(context)

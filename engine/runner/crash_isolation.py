@@ -54,8 +54,7 @@ class CrashIsolation:
             return None
         return CrashedError(
             f"the engine died {count} times while this episode was running, the last {GIVEN_UP - BY_ITSELF} times with "
-            "no "
-            "other episode running; look for what its task, its images or its replies do to the engine's process"
+            "no other episode running; look for what its task, its images or its replies do to the engine's process"
         )
 
     @asynccontextmanager

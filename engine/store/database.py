@@ -142,8 +142,7 @@ def problem(path: Path | str, error: BaseException, doing: str = "read") -> Stor
         had = f", which had {count} ended episodes" if count else ""
         failure = StoreError(
             f"{path} is damaged: a part of the file{had} cannot be read; restore it and {Path(path).name}-wal from one "
-            "copy. Without a copy "
-            "`sqlite3 run.db .recover` may save a part; begin a new run"
+            "copy. Without a copy `sqlite3 run.db .recover` may save a part; begin a new run"
         )
     else:
         words = next((text for prefix, text in _WORDS.items() if name.startswith(prefix)), None)

@@ -122,9 +122,8 @@ def report_lost(folders: Sequence[Path], path: Path, connection: sqlite3.Connect
         more = f" and {len(lost) - _SHOWN} more" if len(lost) > _SHOWN else ""
         log.warning(
             f"{path} is damaged: {len(lost)} of {len(ended)} ended episodes are lost ({ids}{more}), because a file or "
-            "its write-ahead "
-            "log (run.db, run.db-wal) is missing, cut or damaged; restore both from one copy, or resume: those that "
-            "are still needed "
+            "its write-ahead log (run.db, run.db-wal) is missing, cut or damaged; restore both from one copy, or "
+            "resume: those that are still needed "
             "run again"
         )
 

@@ -303,8 +303,8 @@ class JinjaSource:
         if _ESCAPED_MARK in written:
             raise RenderError(
                 "text in the conversation spells a special token, and the chat template escapes it (\\ufdd0), so that "
-                "it cannot be "
-                "encoded as plain text; set `model.allow_special: true` if such text may become special tokens"
+                "it cannot be encoded as plain text; set `model.allow_special: true` if such text may become special "
+                "tokens"
             )
         return written
 
@@ -342,8 +342,8 @@ class JinjaSource:
         if unquote(shown).replace(hidden, MARK) != (wanted.replace(hidden, MARK) if marked else unquote(written)):
             raise RenderError(
                 "text in the conversation spells a special token, and the chat template cuts or tests this text in a "
-                "way that quoted "
-                "text does not allow; set `model.allow_special: true` if such text may become special tokens"
+                "way that quoted text does not allow; set `model.allow_special: true` if such text may become special "
+                "tokens"
             )
         return shown.replace(hidden, MARK)
 

@@ -59,8 +59,7 @@ def load_format(model: ModelSpec, base: Path) -> ChatTemplate:
     if vision is None and config.get("vision_config"):
         chat_format.no_vision_fix = (
             f"images of `{config.get('model_type')}` models are not supported: take one of {', '.join(FAMILIES)}, or "
-            "show "
-            "this model text alone"
+            "show this model text alone"
         )
     return chat_format
 

@@ -155,8 +155,7 @@ class ChatTemplate(ABC):
         ):
             raise BackendError(
                 "the backend gave a reply whose `output_ids` and `logprobs` are not a flat int32 array and a flat "
-                "float32 "
-                "array of one length",
+                "float32 array of one length",
                 kind="bad_reply",
             )
         if np.maximum.reduce(ids.view(np.uint32), initial=0) >= size:  # a negative id is the largest
@@ -207,8 +206,7 @@ class ChatTemplate(ABC):
         if dropped := self.dropped(bytes([kind_of(view, self.looked) for view in views]), shown):
             raise RenderError(
                 f"the chat format {self.name!r} does not show messages of role `{dropped}` here: they would be lost; "
-                "if it "
-                f"leaves them out on purpose, set model.hidden_roles: [{dropped}]"
+                f"if it leaves them out on purpose, set model.hidden_roles: [{dropped}]"
             )
         return ids
 

@@ -139,8 +139,7 @@ class LiteralEncoder:
     def _refusal(why: str) -> RenderError:
         return RenderError(
             "text in the conversation spells a special token, and this tokenizer cannot encode it as plain text: "
-            f"{why}; "
-            "set `model.allow_special: true` if such text may become special tokens"
+            f"{why}; set `model.allow_special: true` if such text may become special tokens"
         )
 
     def encode(self, text: str) -> list[int]:

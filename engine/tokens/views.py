@@ -74,8 +74,7 @@ class MessageViews:
                 if not template.calls_shown:
                     raise RenderError(
                         f"the chat format {template.name!r} does not show tool calls: they would be lost; write them "
-                        "into the "
-                        "message's content as the model is to write them"
+                        "into the message's content as the model is to write them"
                     )
                 view["tool_calls"] = self._calls(message.tool_calls)
         return view

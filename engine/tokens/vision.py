@@ -107,8 +107,7 @@ class Vision:
             at = int(np.flatnonzero(wrong)[0])
             raise ImageError(
                 f"the model sampled {self._tokenizer.decode([int(ids[at])])!r} (id {int(ids[at])}), which stands for "
-                "an "
-                "image, and there is none",
+                "an image, and there is none",
                 kind="sampled_placeholder",
                 blame="policy",
             )

@@ -123,8 +123,7 @@ class BatchLog:
             except (ValueError, TypeError) as error:
                 raise TrainError(
                     f"{self._path}:{number} is damaged ({error}); remove this line and those after it. The steps of "
-                    "these "
-                    "lines are then sampled again",
+                    "these lines are then sampled again",
                     kind="checkpoint",
                 ) from error
         return records
@@ -172,8 +171,7 @@ def check_tasks(records: Sequence[BatchRecord], order: TaskOrder) -> None:
             if now != task_id:
                 raise TrainError(
                     f"the tasks have changed since this training began: group {number} was of task `{task_id}` and "
-                    "would now be "
-                    f"of `{now}`. Resume with the tasks that it began with, or begin another training",
+                    f"would now be of `{now}`. Resume with the tasks that it began with, or begin another training",
                     kind="train_setup",
                 )
 

@@ -177,8 +177,7 @@ class RewardKl(AuxiliaryObjective):
         if credit is None or not credit.takes_penalties:
             raise TrainError(
                 "`train.kl.in: reward`: the credit method takes no penalties of tokens; use `train.kl.in: loss`, or a "
-                "credit "
-                "method of the engine",
+                "credit method of the engine",
                 kind="train_setup",
             )
         self._coefficient = coefficient

@@ -146,8 +146,7 @@ class DeferredWeights:
             if id(getattr(*slot)) not in there and not parts:
                 raise TrainError(
                     f"{self._folder} has no weight {name!r}, which {type(self.model).__name__} needs; use a complete "
-                    "model folder as "
-                    "`model.path`",
+                    "model folder as `model.path`",
                     kind="train_setup",
                 )
 

@@ -179,8 +179,7 @@ def join_process_group() -> ProcessGroup:
     except (KeyError, ValueError, RuntimeError) as error:
         raise TrainError(
             f"the {os.environ['WORLD_SIZE']} processes of this training cannot connect to each other ({error}); launch "
-            "them with "
-            "`accelerate launch` or `torchrun`, or unset WORLD_SIZE",
+            "them with `accelerate launch` or `torchrun`, or unset WORLD_SIZE",
             kind="train_setup",
         ) from error
 

@@ -222,8 +222,7 @@ def _row_experts(index: int, given: np.ndarray | None, form: tuple[int, ...], en
         if given.shape[1:] != form:
             raise TrainError(
                 f"row {index}: its experts are of {given.shape[1:]} [layers, top_k], and those of other rows of "
-                f"{form}: were "
-                "they sampled with another model?",
+                f"{form}: were they sampled with another model?",
                 kind="train_setup",
             )
         experts[: len(given)] = given[:end]

@@ -136,8 +136,7 @@ class Policy:
             if not any(matcher.search(name) for name in trained):
                 raise TrainError(
                     f"`train.freeze`: {pattern!r} has no effect: with `train.lora` the weights that it matches are "
-                    "frozen already; an "
-                    f"example of a trained weight is {min(trained)!r}",
+                    f"frozen already; an example of a trained weight is {min(trained)!r}",
                     kind="train_setup",
                 )
             for parameter in named:
@@ -311,8 +310,7 @@ class Policy:
         if odd:
             raise TrainError(
                 f"the checkpoint belongs to another model, or to other settings of `lora` or `freeze`: {len(odd)} "
-                "parameters "
-                f"differ, for example {odd[0]!r}",
+                f"parameters differ, for example {odd[0]!r}",
                 kind="checkpoint",
             )
         read_tensors(targets, folder, self.net.process_group)

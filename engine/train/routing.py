@@ -117,8 +117,8 @@ class RouterReplay:
             if layer >= used.shape[1] or used.shape[2] != chosen.shape[-1] or len(used) != len(chosen):
                 raise TrainError(
                     f"the rows have experts of {tuple(used.shape)} [tokens, layers, top_k]; layer {layer} of "
-                    f"{self._name} chooses "
-                    f"{chosen.shape[-1]} for each of {len(chosen)} tokens: were they sampled with another model?",
+                    f"{self._name} chooses {chosen.shape[-1]} for each of {len(chosen)} tokens: were they sampled with "
+                    "another model?",
                     kind="train_setup",
                 )
             given = used[:, layer].to(chosen.dtype)

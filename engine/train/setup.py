@@ -150,8 +150,7 @@ def learner_of(loaded: LoadedSpec, format: ChatTemplate, process_group: ProcessG
     if len(named) > 1:
         raise TrainError(
             f"the processes of this training compute in {' and '.join(sorted(named))}; write the one with which it "
-            "began as "
-            "`train.precision`",
+            "began as `train.precision`",
             kind="train_setup",
         )
     if train.samples_episodes and credit.needs_values and train.critic is None:

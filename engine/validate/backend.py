@@ -116,8 +116,7 @@ def expert_routing(ctx: CheckContext) -> Iterator[Finding]:
         return
     message = (
         f"the model chooses {layout.top_k} of {layout.experts} experts for each token, and near a tie sampler "
-        "and trainer may choose "
-        "different ones, so that their log-probs differ"
+        "and trainer may choose different ones, so that their log-probs differ"
     )
     kinds = " or ".join(f"`{each.kind_name()}`" for each in backend_classes() if each.reports_experts)
     fix = (

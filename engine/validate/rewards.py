@@ -347,8 +347,7 @@ def truncated_pays(ctx: CheckContext) -> Iterator[Finding]:
         judge = next(_judges(ctx))
         yield Finding(
             f"a reply that is cut off ends the episode and costs {paid:g}; a wrong reply may cost {wrong[0]:g} "
-            f"({wrong[1]}), "
-            "so long replies without an answer pay",
+            f"({wrong[1]}), so long replies without an answer pay",
             ctx.state_path(name),
             f"let `{judge}` judge it: add the transition `{{trigger: truncated, source: {name}, dest: "
             f"{judge}}}`; or take as much "

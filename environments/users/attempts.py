@@ -25,8 +25,7 @@ WRONG = (
 )
 SECOND_LOOK = (
     "There may be a mistake in the solution above. Check each step, put it right where it is wrong, and "
-    "give your final "
-    "answer again."
+    "give your final answer again."
 )
 
 

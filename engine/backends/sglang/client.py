@@ -163,8 +163,7 @@ class SGLangBackend(CheckedServers):
         if server.seeded and sampling.min_p:
             raise BackendError(
                 f"{server.url} runs with --enable-deterministic-inference, where a request with `sampling.min_p` ends "
-                "the "
-                "whole server: leave it out, or start the server without the flag",
+                "the whole server: leave it out, or start the server without the flag",
                 kind="bad_sampling",
             )
         if self._layout is not None and details.get("enable_return_routed_experts") is False:

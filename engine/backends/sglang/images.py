@@ -43,8 +43,7 @@ def refuse_family(vision: Vision) -> None:
     if not vision.family.served:
         raise BackendError(
             "the sglang backend sends images at the size to which the model's processor scales them, so that the "
-            "server "
-            "gets the pixels of the rows; this model splits images into tiles, so that size does not exist: use "
+            "server gets the pixels of the rows; this model splits images into tiles, so that size does not exist: use "
             "`backend: {kind: local}`, or a Qwen-VL model",
             kind="unsupported_model",
         )
@@ -68,15 +67,13 @@ async def check_images(server: Server, details: dict[str, Any], format: ChatTemp
     if isinstance(config, dict) and config.get("image"):
         raise BackendError(
             f"{server.url} runs with --mm-process-config, whose image settings {config['image']} the rows' processor "
-            "does "
-            "not have: write them into the model's preprocessor_config.json instead, for both",
+            "does not have: write them into the model's preprocessor_config.json instead, for both",
             kind="wrong_server",
         )
     if details.get("mm_preprocess_cache_size_mb") and vision.family.kind not in HASHED_BY_SERVER:
         raise BackendError(
             f"{server.url} runs with --mm-preprocess-cache-size-mb, with which SGLang 0.5.23 ends at a request that "
-            "names its images "
-            "(`mm_hashes`): start it without",
+            "names its images (`mm_hashes`): start it without",
             kind="wrong_server",
         )
     wanted, ids, digest = sample_prompt(format)

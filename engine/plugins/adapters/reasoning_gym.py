@@ -225,7 +225,6 @@ class ReasoningGymEnvironment:
         if task.fields.get("question", item["question"]) != item["question"]:
             raise AdapterError(
                 f"the row of task `{task.id}` and the data set `{source['dataset']}` have different questions: they "
-                "were "
-                "made with another seed, size, config or version of reasoning-gym, or with another PYTHONHASHSEED"
+                "were made with another seed, size, config or version of reasoning-gym, or with another PYTHONHASHSEED"
             )
         return item

@@ -366,8 +366,7 @@ def require_reward(episode: Episode, what: str, tail: str = "") -> None:
     if not episode.ledger.postings:
         raise SpecCodeError(
             f"{what} and nothing gave a reward: write one to EPISODE_REWARD_FILE, POST one to EPISODE_REWARD_URL, "
-            "return one "
-            f"(`use`), or set agent.reward or rewards.scorer{tail}",
+            f"return one (`use`), or set agent.reward or rewards.scorer{tail}",
             blame="environment",
             kind="no_reward",
         )

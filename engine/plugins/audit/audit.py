@@ -87,8 +87,7 @@ def audit(
         if row.has_ids and len(row.ids) and int(row.ids.max()) >= template.vocab_size:
             raise AuditError(
                 f"{row.place} holds the id {int(row.ids.max())}, and the model's vocabulary is [0, "
-                f"{template.vocab_size}): "
-                "give the model that sampled these rows"
+                f"{template.vocab_size}): give the model that sampled these rows"
             )
     marks = TemplateMarks(template)
     examined = [Examined(index, row, marks) for index, row in enumerate(rows)]

@@ -110,8 +110,7 @@ class AnthropicBackend(ApiBackend):
             if thinking >= request.max_new_tokens:
                 raise BackendError(
                     f"`backend.thinking` is {thinking} tokens, and the reply may have {request.max_new_tokens}: the "
-                    "API "
-                    "counts thinking as part of the reply; raise `sampling.max_new_tokens` or `limits.turn_tokens`",
+                    "API counts thinking as part of the reply; raise `sampling.max_new_tokens` or `limits.turn_tokens`",
                     kind="bad_request",
                 )
             body["thinking"] = {"type": "enabled", "budget_tokens": thinking}

@@ -139,8 +139,8 @@ def plan(memory: int, processes: int | None, user: str | None, folders: Sequence
     if processes is not None and not own_uid:
         raise Refused(
             "isolation.processes cannot take effect: the kernel counts processes of a uid, and workers have their own "
-            "uids only "
-            "where the engine runs as root and isolation.user is not set. Remove `processes`, or run the engine as root"
+            "uids only where the engine runs as root and isolation.user is not set. Remove `processes`, or run the "
+            "engine as root"
         )
     if user is not None and user != "engine" and not root:
         raise Refused("isolation.user needs an engine that runs as root; remove `user`, or write `user: engine`")
@@ -180,10 +180,8 @@ def _readable(confinement: Confinement, folders: Sequence[str]) -> Confinement:
     closed = [str(path) for path in wanted if not _binds(confinement, partial(_can_read, path))]
     raise Refused(
         f"workers run as uid {confinement.uid} and cannot read {', '.join(closed[:4]) or 'the files of the engine'}: "
-        "make it "
-        "readable (chmod o+rx on each folder of its path), or write `user: engine` under `isolation` to run workers as "
-        "the "
-        "engine's own user"
+        "make it readable (chmod o+rx on each folder of its path), or write `user: engine` under `isolation` to run "
+        "workers as the engine's own user"
     )
 
 

@@ -419,8 +419,7 @@ class _Sandbox:
         if problem and not allow_unprotected:
             raise RuntimeError(
                 f"no sandbox for the model's programs: {problem}. Or write `allow_unprotected: true` under `with`: "
-                "programs "
-                "then run without protection, as the engine's user"
+                "programs then run without protection, as the engine's user"
             )
         self._protected = not problem
         if problem:

@@ -104,8 +104,7 @@ class Critic(AuxiliaryObjective):
     optimizer: torch.optim.AdamW
     diverged = (
         "the critic's loss or its gradient's norm is not finite: the update was not applied. Lower `train.critic.lr` "
-        "or "
-        "`train.critic.update_epochs`, or look at critic/loss in metrics.jsonl"
+        "or `train.critic.update_epochs`, or look at critic/loss in metrics.jsonl"
     )
 
     def __init__(
@@ -389,8 +388,7 @@ def _own_model(
     if size != wanted:
         raise TrainError(
             f"`train.critic.path` {path}: its vocabulary has {size} tokens and that of the policy {wanted}; use a "
-            "model with "
-            "the same tokenizer",
+            "model with the same tokenizer",
             kind="train_setup",
         )
     return model

@@ -49,9 +49,8 @@ SFT_MEANINGS: dict[str, str] = {
     "turn_ids": "The assistant turn, from 0, on sampled tokens; -1 elsewhere.",
     "images": "Images of the branch, as in training rows; only in a run with images.",
     "messages": "The conversation that the model was shown in this branch, up to its newest reply, in OpenAI's form: "
-    "`role`, `content`, "
-    "`reasoning_content`, `tool_calls` (arguments as JSON texts), `tool_call_id`, `name`. A condensed part is the "
-    "block that stood for it.",
+    "`role`, `content`, `reasoning_content`, `tool_calls` (arguments as JSON texts), `tool_call_id`, `name`. A "
+    "condensed part is the block that stood for it.",
     "tools": "The tools that the episode was shown, as the JSON text of a list of OpenAI's function schemas; only in "
     "rows of episodes with tools. "
     "TRL reads it where it renders `messages`.",

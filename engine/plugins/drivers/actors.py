@@ -54,8 +54,7 @@ class Coordinator:
         if machine != self._machine and not self._shared:
             raise StoreError(
                 f"driver {slot} runs on {machine}, and the run's folder is on {self._machine}: set `rollout.shards` to "
-                "a folder or a URL "
-                "that all hosts reach, so that the rows of this driver can be read"
+                "a folder or a URL that all hosts reach, so that the rows of this driver can be read"
             )
         return self._leases.join(slot, machine, existing)
 

@@ -46,8 +46,8 @@ _NAMES = [name.strip() for name in SUMMARY.split(",")]
 _SETS = ", ".join(f"{name} = excluded.{name}" for name in (*_NAMES, "status", "rank", "source") if name != "id")
 _MERGE = (
     f"INSERT INTO main.episodes ({SUMMARY}, status, rank, source) SELECT {SUMMARY}, status, rank, source FROM "
-    "temp.incoming WHERE TRUE "
-    f"ON CONFLICT (id) DO UPDATE SET {_SETS} WHERE excluded.source = episodes.source OR excluded.rank > episodes.rank "
+    f"temp.incoming WHERE TRUE ON CONFLICT (id) DO UPDATE SET {_SETS} WHERE excluded.source = episodes.source OR "
+    "excluded.rank > episodes.rank "
     "OR (excluded.rank = episodes.rank AND excluded.source < episodes.source)"
 )
 _LESS = (
@@ -133,8 +133,7 @@ class Catalogue:
             if is_part and mark and name not in there:
                 raise StoreError(
                     f"shard {name} is missing in {self._place.name}: it was there when the run was last read. Copy it "
-                    "back, "
-                    f"or remove {self.path.parent} to read the run without it"
+                    f"back, or remove {self.path.parent} to read the run without it"
                 )
         new = [part for part in parts if not marks.get(part.name, (True, None))[1]]
         changed = [source for source in own if marks.get(source[0], (False, None))[1] != _signature(source[1])]

@@ -82,8 +82,7 @@ def _connected(address: str | None, drivers: int) -> Any:
     if tuple(int(part) for part in ray.__version__.split(".")[:2]) < OLDEST:
         raise ClusterError(
             f"Ray {ray.__version__} runs the code of every client that reaches its ports; pip install "
-            "'episode-engine[ray]' "
-            f"(Ray {OLDEST[0]}.{OLDEST[1]} or newer), or run one driver (--set rollout.drivers=1)"
+            f"'episode-engine[ray]' (Ray {OLDEST[0]}.{OLDEST[1]} or newer), or run one driver (--set rollout.drivers=1)"
         )
     common: dict[str, Any] = {"logging_level": "error", "log_to_driver": False}
     try:
@@ -157,8 +156,7 @@ def _check_private(ray: Any) -> None:
         return
     raise ClusterError(
         f"Ray {ray.__version__} started a cluster at {address} with authentication {mode}: others could run code on "
-        "it. Start the "
-        f"command in a process that has not imported ray, or name a cluster with {ADDRESS}"
+        f"it. Start the command in a process that has not imported ray, or name a cluster with {ADDRESS}"
     )
 
 

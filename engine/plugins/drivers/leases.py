@@ -184,8 +184,7 @@ class Leases:
             )
             db.executemany(
                 "INSERT INTO groups VALUES (?, ?, ?, 'leased') ON CONFLICT (position) DO UPDATE SET slot = "
-                "excluded.slot, "
-                "state = 'leased'",
+                "excluded.slot, state = 'leased'",
                 [(position, slot, epoch) for position, epoch in leases],
             )
             db.execute("INSERT OR REPLACE INTO calls VALUES (?, ?, ?)", (slot, number, json.dumps(leases)))

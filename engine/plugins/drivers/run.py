@@ -174,8 +174,7 @@ def _result_of(
     if not interrupted and reason is None and not faults and summary.episodes < total:
         raise StoreError(
             f"{folder}: {summary.episodes} of {total} episodes can be read; was a driver's store removed, or is it on "
-            "another host? "
-            "Resume the run to do the others again"
+            "another host? Resume the run to do the others again"
         )
     result = RunResult(summary, interrupted, faults, reason)
     return ManyResult(result, sum(done.spent for done in ended), {done.store: done.counts for done in ended})

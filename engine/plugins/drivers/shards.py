@@ -216,8 +216,7 @@ def list_parts(place: Place) -> list[Part]:
         if last:
             raise StoreError(
                 f"shard {missing.name} is missing in {place.name}: there is no {missing.mark}, and later parts of "
-                f"driver {missing.driver} "
-                "are there. Copy it from where the shards were written"
+                f"driver {missing.driver} are there. Copy it from where the shards were written"
             )
     return parts
 
@@ -252,7 +251,6 @@ def read_summaries(place: Place, part: Part, data: bytes, run_id: str) -> Summar
     if run != run_id:
         raise StoreError(
             f"{where} is a shard of run {run} (spec `{spec}`), and the other shards in this folder are of run "
-            f"{run_id}; "
-            "move the files of one of the runs to a folder of their own"
+            f"{run_id}; move the files of one of the runs to a folder of their own"
         )
     return Summaries(table=table, images=images)

@@ -62,8 +62,7 @@ def evaluate(
     if ":/" in str(spec) or any((spec / name).exists() for name in ("run.db", "run.json", "train.json")):
         echo(
             f"{spec} is a stored run, and `engine eval` runs a spec: give SPEC. `engine show RUN` has the totals of a "
-            "stored run, and "
-            "`engine compare RUN RUN` its measures with intervals",
+            "stored run, and `engine compare RUN RUN` its measures with intervals",
             err=True,
         )
         raise typer.Exit(ERROR)

@@ -140,8 +140,7 @@ def _check_adapter_fits(wrapped: object, adapter: Path) -> None:
     if strange:
         raise TrainError(
             f"the adapter {adapter} belongs to another model: {len(strange)} of its tensors are not in the spec's "
-            "model, "
-            f"for example {strange[0]!r}",
+            f"model, for example {strange[0]!r}",
             kind="checkpoint",
         )
 

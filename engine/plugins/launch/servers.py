@@ -182,8 +182,7 @@ class LaunchedServers:
         if taken := sorted(self._gpus & _gpus_in_use):
             raise BackendError(
                 f"GPU {', '.join(map(str, taken))} of `backend.launch` is used by servers of another backend of this "
-                "spec: "
-                "name other GPUs in `gpus`",
+                "spec: name other GPUs in `gpus`",
                 kind="launch",
             )
         if folder is None:

@@ -134,8 +134,7 @@ class PackedModel:
         if sorted(routers) != list(layout.sparse):
             raise BackendError(
                 f"backend.routed_experts: {type(self.model).__name__} has routers in layers {sorted(routers)}, and its "
-                "configuration "
-                f"declares experts in layers {list(layout.sparse)}; remove the key",
+                f"configuration declares experts in layers {list(layout.sparse)}; remove the key",
                 kind="unsupported_model",
             )
         for layer, router in routers.items():
@@ -240,8 +239,7 @@ class PackedModel:
         if not same:
             raise BackendError(
                 f"`backend.deterministic: true`: on {self.device} a token's logits depend on its position in the batch "
-                "for "
-                f"{type(self.model).__name__} ({folder}); remove the key, or use another device",
+                f"for {type(self.model).__name__} ({folder}); remove the key, or use another device",
                 kind="unsupported_model",
             )
 
@@ -284,8 +282,7 @@ class PackedModel:
         if not apart <= _TOLERANCE[self.dtype]:
             raise BackendError(
                 f"the local backend's log-probs for {type(self.model).__name__} ({folder}) differ from the model's own "
-                "by "
-                f"{apart:.3g} on average; "
+                f"by {apart:.3g} on average; "
                 "serve this model with `backend: {kind: sglang}`",
                 kind="unsupported_model",
             )

@@ -188,8 +188,7 @@ RULE = "train.plan"
 """The id of the findings of `row_findings`."""
 SPLITTING = (
     "One row is never split over processes here. Trainers that split a row: verl (`ulysses_sequence_parallel_size`), "
-    "slime "
-    "(`--context-parallel-size`); `engine validate --trainer verl` says what each would lose of the spec."
+    "slime (`--context-parallel-size`); `engine validate --trainer verl` says what each would lose of the spec."
 )
 
 

@@ -272,7 +272,6 @@ def _measured(tasks: TaskList, loaded: LoadedSpec, template: ChatTemplate) -> tu
     first = int(long[0])
     words = (
         f"{len(long)} of {len(tasks)} tasks have a prompt that leaves no room for a turn of {spec.limits.turn_tokens} "
-        "within "
-        f"{min(bounds)} tokens; the first is row {tasks[first].index + 1} with {lengths[first]} tokens"
+        f"within {min(bounds)} tokens; the first is row {tasks[first].index + 1} with {lengths[first]} tokens"
     )
     return lengths <= room, words

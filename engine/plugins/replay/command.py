@@ -142,8 +142,7 @@ async def _rescore(
     if is_divided(folder):
         raise StoreError(
             f"{run} is a sharded run: a score is written into the store of a run, and this one has many. Export its "
-            "rows with "
-            "another `rewards.credit` by `engine export --credit`, or run it with one driver"
+            "rows with another `rewards.credit` by `engine export --credit`, or run it with one driver"
         )
     with RunStore.open(folder) as store:
         own = store.header.loaded_spec()

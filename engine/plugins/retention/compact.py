@@ -90,8 +90,7 @@ def compact(folder: Path, groups: Iterable[Sequence[str]], *, keep_failed: bool)
         except sqlite3.Error as error:
             compacted.problem = (
                 f"{path} could not be shrunk: {error}. It needs as much free space as the content that is left, in the "
-                "folder of "
-                "the run and in that of temporary files (SQLITE_TMPDIR). Nothing is lost; free space and run "
+                "folder of the run and in that of temporary files (SQLITE_TMPDIR). Nothing is lost; free space and run "
                 "`engine compact` again"
             )
         compacted.after, compacted.total = space(connection), read_dropped(connection)

@@ -104,8 +104,7 @@ def recorded_scenario(
             return RecordedScenario(scenario["name"], text, notes)
     raise StoreError(
         f"{episode_id}: played as a scenario of {spec}, it has another result than the recorded one; nothing is "
-        "written. Have the "
-        f"spec, its code or the tokenizer changed since the run?\n{faults}"
+        f"written. Have the spec, its code or the tokenizer changed since the run?\n{faults}"
     )
 
 

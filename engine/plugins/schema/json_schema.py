@@ -128,8 +128,7 @@ def episode_schema() -> Schema:
         "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}],
         "description": "Specs that this one begins with, relative to this file, or names of published settings "
         "(docs/published.md); later ones win over earlier ones, and this file over all. Mappings are merged, anything "
-        "else "
-        "is replaced.",
+        "else is replaced.",
     }
     definitions["Variable"] = VARIABLE
     definitions["ReassignRule"]["allOf"] = _reassign_rules()
@@ -306,8 +305,7 @@ WORDS: dict[str, dict[str, str]] = {
     "TransitionSpec": {"dest": "The state that comes next."},
     "TasksSpec": {
         "source": "`inline` rows, a `jsonl`, `csv` or `parquet` file, a data set on the `hub`, a `python` function, or "
-        "a `mix` of "
-        "several sources."
+        "a `mix` of several sources."
     },
     "PromptMessage": {"role": "The role of the message."},
     "RoleMessage": {"role": "The role of the message.", "content": "The text; `{{field}}` is filled in."},

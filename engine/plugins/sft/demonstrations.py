@@ -281,8 +281,8 @@ class Demonstrations:
         if self.largest_id >= template.vocab_size or (template.context is not None and self.longest > template.context):
             raise TrainError(
                 f"`train.data`: the rows have ids up to {self.largest_id} and up to {self.longest} tokens; the model "
-                "has ids below "
-                f"{template.vocab_size} and a context of {template.context} tokens. Export rows of this model",
+                f"has ids below {template.vocab_size} and a context of {template.context} tokens. Export rows of this "
+                "model",
                 kind="train_setup",
             )
         for number, rows in enumerate(self._sources):
@@ -331,7 +331,7 @@ def _check_text(columns: Columns, template: ChatTemplate, file: Path) -> None:
     model = (columns.get("metadata") or {}).get("model", "another model")
     raise TrainError(
         f"{file}: the ids of {columns['episode_id']}, decoded with this model's tokenizer, do not contain the user's "
-        "message: the rows "
-        f"are of `{model}`. Train a model with the same tokenizer, or run the episodes again with this one",
+        f"message: the rows are of `{model}`. Train a model with the same tokenizer, or run the episodes again with "
+        "this one",
         kind="train_setup",
     )

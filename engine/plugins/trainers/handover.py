@@ -120,8 +120,7 @@ class Sums(Struct, frozen=True):
         raise TrainError(
             f"{trainer}'s batch is not what the engine handed over; no update is made with it. "
             f"Tokens: {self.tokens} handed over, {theirs.tokens} in the batch; trained tokens: {self.trained}, "
-            f"{theirs.trained}; "
-            f"sum of |advantage|: {self.advantages:.6g}, {theirs.advantages:.6g}; images: {images}. "
+            f"{theirs.trained}; sum of |advantage|: {self.advantages:.6g}, {theirs.advantages:.6g}; images: {images}. "
             f"Remove what changes the batch ({changes})",
             kind="handover",
         )
@@ -149,8 +148,7 @@ def groups_of(prompts: Sequence[str], samples: int, fix: str) -> list[str]:
     if len(prompts) % samples or any(prompts[at] != prompts[at - at % samples] for at in range(len(prompts))):
         raise TrainError(
             f"the batch of {len(prompts)} prompts is not made of groups of {samples}: the advantages of a group need "
-            "all of its "
-            f"episodes; {fix}",
+            f"all of its episodes; {fix}",
             kind="train_setup",
         )
     return list(prompts[::samples])

@@ -240,8 +240,7 @@ def refuse_lost(loaded: LoadedSpec, trainer: str) -> None:
     if credit.needs_values:
         raise TrainError(
             f"{loaded.path}: `{credit.method}` needs a critic, and {TRAINERS[trainer].title} gives the engine no "
-            "values; "
-            "use `rewards.credit: {method: turn_return}`, or `engine train`",
+            "values; use `rewards.credit: {method: turn_return}`, or `engine train`",
             kind="train_setup",
         )
     for finding in findings:

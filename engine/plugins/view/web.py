@@ -46,8 +46,7 @@ _EMPTY_STYLE = "'sha256-47DEQpj8HBSa+/TImW+5JCeuQeRkm5NMpJWZG3hSuFU='"
 """Allows an empty element `style`, to which the chart library adds its rules."""
 _POLICY = (
     f"default-src 'none'; script-src 'self'; style-src 'self' {_EMPTY_STYLE}; img-src 'self' data:; connect-src "
-    "'self'; "
-    "base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
+    "'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
 )
 _OWN = frozenset({"same-origin", "none"})
 """Values of `Sec-Fetch-Site` of requests that no other site made."""

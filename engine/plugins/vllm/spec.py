@@ -26,6 +26,5 @@ class VLLMBackendSpec(ServersSpec):
             return None
         return (
             f"`{changed[0]}` with `{cut[0]}`: vLLM reports log-probs without `{changed[0]}` (raw_logprobs) or of the "
-            "tokens that "
-            f"`{cut[0]}` leaves (processed_logprobs), and rows hold those of neither"
+            f"tokens that `{cut[0]}` leaves (processed_logprobs), and rows hold those of neither"
         )

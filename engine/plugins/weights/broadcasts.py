@@ -183,7 +183,6 @@ def check_own(address: str) -> None:
     except OSError as error:
         raise TrainError(
             f"`train.weight_sync.address: {address}` is not an address of this host ({error}): set it to the address "
-            "of "
-            "process 0 of the training, or remove it",
+            "of process 0 of the training, or remove it",
             kind="train_setup",
         ) from None

@@ -82,8 +82,7 @@ class ServerMemory(KeptMemory):
             if server.healthy and not (await server.json("GET", "/server_info")).get("enable_memory_saver"):
                 raise BackendError(
                     f"{server.url} cannot release its memory, which `train.colocate` needs: start it with "
-                    "--enable-memory-saver "
-                    "(package torch-memory-saver)",
+                    "--enable-memory-saver (package torch-memory-saver)",
                     kind="wrong_server",
                 )
 
@@ -113,8 +112,7 @@ class ServerMemory(KeptMemory):
         except TimeoutError:
             raise BackendError(
                 f"{server.url} still works on {running} requests {IDLE_SECONDS:g} s after the last episode of the "
-                "batch, so it cannot "
-                "release its memory; does another program use it?",
+                "batch, so it cannot release its memory; does another program use it?",
                 kind="busy",
             ) from None
 

@@ -112,8 +112,7 @@ async def check_versions(backend: SGLangBackend, version: int, adapter: str | No
         if adapter is None and outcome != str(version):
             raise TrainError(
                 f"{server.url} was sent version {version}, but reports {outcome!r} with its next reply: another "
-                "process "
-                "updates this server as well, or the server does not keep versions",
+                "process updates this server as well, or the server does not keep versions",
                 kind="weights_not_taken",
             )
     if servers and not there:
@@ -214,8 +213,7 @@ class ServerModels:
             if trained and theirs and (problem := difference(trained, theirs)):
                 raise TrainError(
                     f"{server.url} serves {folder}, which is another model than the one that is trained: {problem}. "
-                    "Nothing was "
-                    "sent. Start it with the folder of `model.path`",
+                    "Nothing was sent. Start it with the folder of `model.path`",
                     kind="weights_not_taken",
                 )
             self._fits.add(server.url)

@@ -66,8 +66,7 @@ class SharedBuffer:
         if free is not None and size > free:
             raise TrainError(
                 f"{size >> 20} MiB of weights do not fit in the {free >> 20} MiB that are free in {_SHARED_MEMORY}: "
-                "increase it "
-                "(for a container: --shm-size), or use `train.weight_sync.method: disk`",
+                "increase it (for a container: --shm-size), or use `train.weight_sync.method: disk`",
                 kind="train_setup",
             )
         with _file_system_sharing():
@@ -118,8 +117,7 @@ class DeviceBuffer:
         except torch.OutOfMemoryError as error:
             raise TrainError(
                 f"{buffer_bytes(piece) >> 20} MiB of weights do not fit in the memory of {self._device}: lower the "
-                "servers' "
-                "--mem-fraction-static, or use `train.weight_sync.method: disk`",
+                "servers' --mem-fraction-static, or use `train.weight_sync.method: disk`",
                 kind="train_setup",
             ) from error
         self._views = _copied(piece, memory)

@@ -265,8 +265,7 @@ def _processes(server: Server, facts: dict[str, Any]) -> int:
         if int(facts.get(key) or 1) > 1:
             raise BackendError(
                 f"{server.url} has {key} {facts[key]}: SGLang takes broadcasts of weights only without {name} "
-                "parallelism; "
-                "use `train.weight_sync.method: disk`",
+                "parallelism; use `train.weight_sync.method: disk`",
                 kind="update_failed",
             )
     return int(facts.get("tp_size") or 1)

@@ -61,8 +61,7 @@ def open_sglang_sync(spec: EpisodeSpec, backend: SGLangBackend, folder: Path, *,
     if spec.backend.adapter_name is not None:
         raise TrainError(
             f"`backend.adapter: {spec.backend.adapter_name}` cannot be used with `train`: the trainer starts from the "
-            "base "
-            "model; merge the adapter into the model and set `model.path` to the result",
+            "base model; merge the adapter into the model and set `model.path` to the result",
             kind="train_setup",
         )
     # Several trainings can use one folder.
@@ -268,7 +267,6 @@ def _same_host(urls: list[str]) -> None:
         except OSError:
             raise TrainError(
                 f"`train.weight_sync.method: tensors` uses shared memory, and {url} is not on this host: use `disk` "
-                "with a "
-                "folder that both hosts share (`train.weight_sync.folder`)",
+                "with a folder that both hosts share (`train.weight_sync.folder`)",
                 kind="train_setup",
             ) from None

@@ -105,8 +105,7 @@ def keys_of(group: Sequence[Member], method: str) -> list[Sequence[str]]:
         if len(keys) != turns:
             raise LedgerError(
                 f"`method: {method}` needs the state in which each turn began, and these episodes were run without "
-                "states; "
-                "`engine rescore` with a spec of this method adds them"
+                "states; `engine rescore` with a spec of this method adds them"
             )
         keys_by_member.append(keys)
     return keys_by_member

@@ -202,8 +202,7 @@ class VerlTools:
         if field_of(task.fields, "extra_info.tool_selection"):
             raise AdapterError(
                 f"the row of task `{task.id}` has `extra_info.tool_selection`, which cannot be done: give the row a "
-                "field "
-                "`tools` with the schemas of its tools"
+                "field `tools` with the schemas of its tools"
             )
         rows: Mapping[str, Any] = next((value for place in self._places if (value := field_of(task.fields, place))), {})
         by_tool: dict[str, dict[str, Any]] = {}

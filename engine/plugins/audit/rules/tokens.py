@@ -103,8 +103,7 @@ def closing_trained(rows: Sequence[Examined], known: Evidence) -> Iterator[RowFi
             if last.stopped and last.end == len(row.response):
                 message = (
                     "the row says that its last reply was cut at the length limit, and its last trained token is a "
-                    "stop token, which was "
-                    "then added"
+                    "stop token, which was then added"
                 )
                 yield row.finding("closing_trained", "error", message, last.end - 1)
 

@@ -55,8 +55,7 @@ _STORED = (
 )
 _DETAILS = (
     "message, failed_state, failed_turn, solved_turn, rewards, user_turns, tool_calls, tool_errors, context, trained, "
-    "total, "
-    "branches, images, oldest_version, version, cost"
+    "total, branches, images, oldest_version, version, cost"
 )
 VARIABLES = tuple(END_VALUES)
 """Variables of filters whose values the index has."""

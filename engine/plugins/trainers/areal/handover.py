@@ -144,8 +144,7 @@ def check_batches(batches: Sequence[dict[str, Any]]) -> None:
     if missing:
         raise TrainError(
             f"AReaL's batch has no column {', '.join(missing)}: it was not made by the engine's workflow, or a filter "
-            "dropped columns; "
-            "no update is made with it",
+            "dropped columns; no update is made with it",
             kind="handover",
         )
     handed = [sum(float(batch[name].sum()) for batch in fetched) for name in SUMS[:3]]

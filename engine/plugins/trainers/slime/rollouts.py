@@ -144,9 +144,8 @@ async def generate(args: Any, sample: Any, sampling_params: dict[str, Any], eval
         assert origin.trajectory is not None
         raise TrainError(
             f"{origin.trajectory.episode_id} has {len(made)} rows, and slime cannot mix samples with lists of samples: "
-            "write "
-            "`engine_rows: several` into the file of --custom-config-path, or use the rollout function, which needs no "
-            "setting",
+            "write `engine_rows: several` into the file of --custom-config-path, or use the rollout function, which "
+            "needs no setting",
             kind="handover",
         )
     return made[0]

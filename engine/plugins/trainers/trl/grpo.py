@@ -108,8 +108,7 @@ class EngineGRPO:
         if set(tensors) not in (_PATCHES, _TILES):
             raise TrainError(
                 f"TRL cannot split the image tensors of this model by row ({', '.join(sorted(tensors))}); use a model "
-                "of "
-                "Qwen's or Idefics3's families, or `engine train`",
+                "of Qwen's or Idefics3's families, or `engine train`",
                 kind="train_setup",
             )
         ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
@@ -138,9 +137,8 @@ class EngineGRPO:
 
     @overrides(
         "model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, compute_aux_loss, "
-        "pixel_values, "
-        "image_grid_thw, num_images, pixel_attention_mask, spatial_shapes, num_tiles, image_sizes, token_type_ids, "
-        "mm_token_type_ids, image_position_ids"
+        "pixel_values, image_grid_thw, num_images, pixel_attention_mask, spatial_shapes, num_tiles, image_sizes, "
+        "token_type_ids, mm_token_type_ids, image_position_ids"
     )
     def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **options: Any) -> Any:
         """Compute log-probs over the ids that the sampler may choose, as it does."""

@@ -107,8 +107,7 @@ class EngineManager:
             if task not in self._episodes.tasks:
                 raise TrainError(
                     f"`extra_info.task` of a prompt is {task!r}, which is not a task of {self._episodes.loaded.path}; "
-                    "make the data "
-                    "file with `write_tasks`",
+                    "make the data file with `write_tasks`",
                     kind="train_setup",
                 )
             columns = {name: plain[name] for name in _COLUMNS if name in plain}
