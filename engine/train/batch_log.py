@@ -14,19 +14,17 @@ If one of a step's groups is not in the store, the log is cut there, and the tra
 
 from __future__ import annotations
 
-import json
 import math
-import os
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 import structlog
 
 from engine.errors import TrainError
 from engine.schemas.base import Struct
+from engine.store.json_lines import JsonLines
 from engine.store.training import BATCHES
 
 if TYPE_CHECKING:
@@ -39,9 +37,6 @@ if TYPE_CHECKING:
     from engine.train.learner import Learner
 
 log = structlog.get_logger(__name__)
-
-CUT = "batches.cut.jsonl"
-"""What the file had before its records were replaced."""
 
 
 class BatchRecord(Struct, frozen=True):
@@ -88,75 +83,11 @@ class BatchRecord(Struct, frozen=True):
         return [*self.used, *self.left_out, *self.dropped, *self.skipped]
 
 
-def finite(metrics: Mapping[str, float]) -> dict[str, float | None]:
-    """Metrics as a record has them."""
-    return {name: value if abs(value) < float("inf") else None for name, value in metrics.items()}
-
-
-class BatchLog:
-    """The batch log in a training's folder.
-
-    Args:
-        folder: The folder of the training.
-    """
+class BatchLog(JsonLines[BatchRecord]):
+    """The batch log in a training's folder."""
 
     def __init__(self, folder: Path) -> None:
-        self._path = folder / BATCHES
-
-    def read(self, *, repair: bool = True) -> list[BatchRecord]:
-        """All records, oldest first. A last line that a crash left incomplete is removed from the file, with `repair`,
-        and passed over.
-
-        Raises:
-            TrainError: kind `checkpoint`: a line is damaged.
-        """
-        if not self._path.exists():
-            return []
-        data = self._path.read_bytes()
-        end = data.rfind(b"\n") + 1
-        if end < len(data) and repair:
-            os.truncate(self._path, end)
-        records = []
-        for number, line in enumerate(data[:end].splitlines(), start=1):
-            try:
-                records.append(BatchRecord(**json.loads(line)))
-            except (ValueError, TypeError) as error:
-                raise TrainError(
-                    f"{self._path}:{number} is damaged ({error}); remove this line and those after it. The steps of "
-                    "these lines are then sampled again",
-                    kind="checkpoint",
-                ) from error
-        return records
-
-    def write(self, records: Sequence[BatchRecord]) -> None:
-        """Replace all records. Those that are gone stay in `batches.cut.jsonl`.
-
-        Raises:
-            TrainError: kind `checkpoint`: they cannot be written.
-        """
-        draft = self._path.with_name(f".{BATCHES}")
-        try:
-            with self._path.with_name(CUT).open("a", encoding="utf-8") as file:
-                file.write(self._path.read_text(encoding="utf-8"))
-            draft.write_text("".join(f"{json.dumps(asdict(record))}\n" for record in records), encoding="utf-8")
-            draft.replace(self._path)
-        except OSError as error:
-            raise TrainError(f"cannot write {self._path}: {error}", kind="checkpoint") from error
-
-    def append(self, record: BatchRecord) -> None:
-        """Write a record and wait for the disk.
-
-        Raises:
-            TrainError: kind `checkpoint`: it cannot be written.
-        """
-        data: dict[str, Any] = asdict(record)
-        try:
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(data) + "\n")
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError as error:
-            raise TrainError(f"cannot write {self._path}: {error}", kind="checkpoint") from error
+        super().__init__(folder / BATCHES, lambda line: BatchRecord(**line))
 
 
 def check_tasks(records: Sequence[BatchRecord], order: TaskOrder) -> None:
@@ -237,8 +168,7 @@ def repeat_steps(
         state.groups.add(record.numbers)
         done()
     remaining = [record for record in records if record.step <= state.step]
-    if len(remaining) < len(records):
-        batch_log.write(remaining)
+    batch_log.cut(lambda record: record.step <= state.step)
     for record in remaining:
         state.groups.add(record.numbers)
     return remaining

@@ -28,11 +28,11 @@ from engine.runner.observers import training_observers
 from engine.spec.added import trains_backend
 from engine.store.lock import RunLock
 from engine.tokens.loading import load_format
-from engine.train.batch_log import BatchLog, BatchRecord, finite, repeat_steps
+from engine.train.batch_log import BatchLog, BatchRecord, repeat_steps
 from engine.train.checkpoint import Checkpoints, State
 from engine.train.distributed import ProcessGroup, SingleProcessGroup
 from engine.train.evaluator import open_evaluator
-from engine.train.metrics import MetricsLog, read_metrics
+from engine.train.metrics import MetricsLog, finite, read_metrics
 from engine.train.setup import learner_of, source_class, train_spec_of
 from engine.train.step_source import TrainResult
 from engine.train.sync import LentMemory, open_memory, open_sync
@@ -153,7 +153,6 @@ class Trainer:
             if trains_backend(self.spec):
                 self._sync = open_sync(self.spec, self.backend, self.folder, lora=self.train.adapter is not None)
             await self._open_state()
-            stack.callback(self._metrics.close)
             result = TrainResult(self.state.step)
             async with self.source.opened(result), self._saving(result):
                 await self._train(result, stop)
@@ -168,12 +167,8 @@ class Trainer:
             self.state = await asyncio.to_thread(self._checkpoints.read, resumed, self.learner)
             self._newest_checkpoint = resumed
         self._metrics = MetricsLog(self.folder)
-        try:
-            for observer in self.observers:
-                observer.began()
-        except BaseException:
-            self._metrics.close()
-            raise
+        for observer in self.observers:
+            observer.began()
 
     async def _train(self, result: TrainResult, stop: asyncio.Event | None) -> None:
         """Repeat the steps after the checkpoint, then train."""

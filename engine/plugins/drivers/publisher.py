@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote
@@ -19,7 +17,7 @@ from engine.plugins.drivers.places import Place
 from engine.plugins.drivers.shards import META, SUMMARY, TOOLS, VERSION, Part, list_parts
 from engine.store import codec, database
 from engine.store.dropped import has_table, mentioned_images
-from engine.store.private import private_file
+from engine.store.json_lines import JsonLines
 from engine.store.reader import RunReader
 from engine.store.reading import own_header, reading
 from engine.store.rows.build import RowBuilder
@@ -28,6 +26,8 @@ from engine.store.rows.row import columns_of
 from engine.store.tool_schemas import ToolSchemas
 
 if TYPE_CHECKING:
+    from typing import Any
+
     from engine.store.rows.columns import Columns
 
 _PUBLISHED = "published.jsonl"
@@ -54,8 +54,8 @@ class Publisher:
         self._store = RunReader(store, own_header(store))
         self._place = Place(place)
         self._driver = driver
-        self._log = store / _PUBLISHED
-        self._done = set(_noted(self._log))
+        self._log = JsonLines(store / _PUBLISHED, _noted)
+        self._done = set(chain.from_iterable(self._log.read()))
         self._next = sum(part.driver == driver for part in list_parts(self._place))
 
     def ready(self) -> list[str]:
@@ -99,32 +99,13 @@ class Publisher:
             self._place.put(marks, part.mark)
         self._next += 1
         self._done.update(copied)
-        _note(self._log, part, copied)
+        self._log.append({"part": part.name, "episodes": copied})
         return part.name
 
 
-def _noted(log: Path) -> Iterator[tuple[str, int]]:
-    """What earlier processes published: (episode, attempt). A line that a crash cut is left out."""
-    try:
-        lines = log.read_bytes().splitlines()
-    except FileNotFoundError:
-        return
-    for line in lines:
-        try:
-            entry = json.loads(line)
-        except ValueError:
-            continue
-        yield from ((episode, attempt) for episode, attempt in entry["episodes"])
-
-
-def _note(log: Path, part: Part, episodes: Sequence[tuple[str, int]]) -> None:
-    try:
-        with private_file(log).open("ab") as file:
-            file.write(b"\n" + json.dumps({"part": part.name, "episodes": episodes}).encode() + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        raise StoreError(f"cannot write {log}: {error}; free space on the disk") from error
+def _noted(line: dict[str, Any]) -> list[tuple[str, int]]:
+    """What an earlier process published: (episode, attempt)."""
+    return [(episode, attempt) for episode, attempt in line["episodes"]]
 
 
 def _copy(store: RunReader, folder: Path, tasks: Sequence[str], without: set[tuple[str, int]]) -> list[tuple[str, int]]:

@@ -87,12 +87,12 @@ def plan_of(folder: Path, spec: EpisodeSpec, keep: KeepSpec, *, after: int | Non
     """Choose the groups of a training to drop, from its batch log and its checkpoints. Nothing is written.
 
     Raises:
-        TrainError: kind `checkpoint`: the batch log is damaged.
+        StoreError: the batch log is damaged.
     """
     assert spec.train is not None
     steps = sorted(step_of(path) for path in checkpoints_of(folder))
     repeated = min(steps[-spec.train.checkpoints.keep :], default=0)
-    records = BatchLog(folder).read(repair=False)
+    records = BatchLog(folder).read()
     return plan(records, keep, repeated=repeated, samples=spec.rollout.samples_per_task, after=after)
 
 
@@ -109,7 +109,7 @@ def compact_training(
 
     Raises:
         StoreError: the training is running, or its store cannot be read or written.
-        TrainError: kind `checkpoint`: the batch log is damaged.
+        StoreError: the batch log is damaged.
     """
     dropped = plan_of(folder, spec, keep)
     work = measure_groups if dry_run else compact

@@ -6,18 +6,15 @@ same tasks, and its finished episodes are found in the store.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import orjson
 
-from engine.errors import StoreError
 from engine.schemas.base import Struct
-from engine.store.private import private_file
+from engine.store.json_lines import JsonLines
 
 FILE = "requests.jsonl"
 
@@ -34,7 +31,7 @@ class TakenRequest(Struct, frozen=True):
     sampling: Mapping[str, Any]
 
 
-@dataclass(slots=True)
+@dataclass
 class RequestLog:
     """The file. Appending is durable when it returns.
 
@@ -54,19 +51,8 @@ class RequestLog:
     version: int = 0
 
     def __post_init__(self) -> None:
-        path = self.folder / FILE
-        try:
-            data = path.read_bytes() if path.exists() else b""
-            whole = data.rfind(b"\n") + 1
-            if whole < len(data):  # the engine died while it wrote the last line, so nothing of it had begun
-                os.truncate(path, whole)
-            for number, line in enumerate(data[:whole].splitlines(), 1):
-                try:
-                    self._take(orjson.loads(line))
-                except (ValueError, KeyError, TypeError) as error:
-                    raise StoreError(f"{path}:{number}: the line is damaged ({error}); remove it") from error
-        except OSError as error:
-            raise StoreError(f"{path} cannot be read: {error}") from error
+        self._lines = JsonLines(self.folder / FILE, self._take)
+        self._lines.read()
 
     def add(self, request: TakenRequest, following: int) -> None:
         """Take a request. Raises: StoreError."""
@@ -85,21 +71,7 @@ class RequestLog:
         self._append({"version": version})
 
     def _append(self, entry: dict[str, Any]) -> None:
-        path = self.folder / FILE
-        try:
-            if not path.exists():
-                private_file(path)
-            with path.open("ab") as file:
-                size = file.tell()
-                try:
-                    file.write(orjson.dumps(entry, option=orjson.OPT_APPEND_NEWLINE))
-                    file.flush()
-                    os.fsync(file.fileno())
-                except OSError:
-                    os.truncate(path, size)
-                    raise
-        except OSError as error:
-            raise StoreError(f"{path} cannot be written: {error}; is the disk full?") from error
+        self._lines.append(entry)
         self._take(entry)
 
     def _take(self, entry: Mapping[str, Any]) -> None:

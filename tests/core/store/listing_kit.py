@@ -110,7 +110,6 @@ async def make_training(out: Path) -> Path:
     metrics = MetricsLog(folder)
     metrics.write(1, {"reward/mean": 0.5, "loss": float("nan")})
     metrics.write(2, {"reward/mean": 0.75, "eval/reward": 0.1})
-    metrics.close()
     for file in ("metrics.jsonl", "batches.jsonl"):  # a step that is being written
         with (folder / file).open("a") as opened:
             opened.write('{"step": 3, "us')

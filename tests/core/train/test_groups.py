@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from slow_cases import slow_but
 from test_group_schedule import TASKS, FakeRunner, make_trajectory, spec_of
 
-from engine.errors import TrainError
+from engine.errors import StoreError
 from engine.runner.batch import Batch
 from engine.runner.groups import GroupRunner, GroupSchedule
 from engine.runner.task_order import ConsumedGroups, TaskOrder
@@ -149,7 +149,7 @@ def test_a_line_that_a_crash_cut_off_is_removed(tmp_path: Path) -> None:
     log.append(record(2))
     assert log.read() == [record(1), record(2)]
     (tmp_path / "batches.jsonl").write_text('{"step": 1}\n')
-    with pytest.raises(TrainError, match=r"batches\.jsonl:1 is damaged"):
+    with pytest.raises(StoreError, match=r"batches\.jsonl:1 is damaged"):
         log.read()
 
 

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.errors import StoreError
-from engine.train.metrics import CUT, MetricsLog, read_metrics, series
+from engine.train.metrics import MetricsLog, read_metrics, series
 
 
 def ticking(start: int = 100) -> Callable[[], float]:
@@ -34,7 +34,7 @@ def written(folder: Path, *steps: int) -> MetricsLog:
 
 
 def test_a_step_is_one_line_with_step_and_time_before_the_values(tmp_path: Path) -> None:
-    written(tmp_path, 1, 2).close()
+    written(tmp_path, 1, 2)
     assert (tmp_path / "metrics.jsonl").read_text() == (
         '{"step": 1, "time": 100.0, "loss": 0.5}\n{"step": 2, "time": 101.0, "loss": 1.0}\n'
     )
@@ -43,7 +43,6 @@ def test_a_step_is_one_line_with_step_and_time_before_the_values(tmp_path: Path)
 def test_what_is_no_number_is_null_and_nan_again(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path, clock=ticking())
     log.write(1, {"loss": math.nan, "grad_norm": math.inf, "lr": 1e-6})
-    log.close()
     assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {
         "step": 1, "time": 100.0, "loss": None, "grad_norm": None, "lr": 1e-6,
     }  # fmt: skip
@@ -56,22 +55,21 @@ def test_a_metric_cannot_take_the_lines_own_names(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path)
     with pytest.raises(ValueError, match="cannot be named 'time'"):
         log.write(1, {"time": 3.0})
-    log.close()
 
 
 def test_a_broken_last_line_is_left_out_and_cut_off_when_the_log_goes_on(tmp_path: Path) -> None:
-    written(tmp_path, 1).close()
+    written(tmp_path, 1)
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 2, "ti')
     assert [line["step"] for line in read_metrics(tmp_path)] == [1]
-    written(tmp_path, 2).close()
+    written(tmp_path, 2)
     assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2]
 
 
 def test_a_broken_line_before_the_last_is_named(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
     file.write_text('{"step": 1}\nnonsense\n{"step": 2}\n')
-    with pytest.raises(StoreError, match=r"metrics\.jsonl:2 is not a line of metrics"):
+    with pytest.raises(StoreError, match=r"metrics\.jsonl:2 is damaged"):
         read_metrics(tmp_path)
 
 
@@ -85,9 +83,11 @@ def test_what_is_cut_on_resuming_is_kept_beside_it(tmp_path: Path) -> None:
     assert log.truncate(1) == 2
     log.write(2, {"loss": 7.0})
     assert log.truncate(2) == 0
-    log.close()
     assert [(line["step"], line["loss"]) for line in read_metrics(tmp_path)] == [(1, 0.5), (2, 7.0)]
-    assert [(line["step"], line["loss"]) for line in read_metrics(tmp_path / CUT)] == [(2, 1.0), (3, 1.5)]
+    assert [(line["step"], line["loss"]) for line in read_metrics(tmp_path / "metrics.cut.jsonl")] == [
+        (2, 1.0),
+        (3, 1.5),
+    ]
 
 
 @given(steps=st.lists(st.integers(0, 20), max_size=12), cut=st.integers(-1, 21))
@@ -95,9 +95,8 @@ def test_a_cut_loses_no_line(tmp_path_factory: pytest.TempPathFactory, steps: li
     folder = tmp_path_factory.mktemp("cut")
     log = written(folder, *sorted(steps))
     gone = log.truncate(cut)
-    log.close()
     kept = [line["step"] for line in read_metrics(folder)]
-    aside = [line["step"] for line in read_metrics(folder / CUT)] if gone else []
+    aside = [line["step"] for line in read_metrics(folder / "metrics.cut.jsonl")] if gone else []
     assert kept == [step for step in sorted(steps) if step <= cut]
     assert kept + aside == sorted(steps)
 

@@ -55,7 +55,6 @@ def test_a_runs_pictures_are_png_files(tmp_path: Path) -> None:
                 "policy/ess": 0.9, "sampler/diff_mean": 1e-6, "staleness/mean": 0.0, "time/rollout": 2.0, "time/sync": 1.0,
             },
         )  # fmt: skip
-    log.close()
     made = draw(tmp_path)
     assert [file.relative_to(tmp_path).as_posix() for file in made] == [
         f"plots/{name}.png" for name in ("reward", "eval", "policy", "sampler", "staleness", "time")

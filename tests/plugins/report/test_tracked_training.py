@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -65,7 +64,6 @@ def killed_after(folder: Path, *steps: int, shown: int) -> None:
         if number == shown:
             log.trackers._trackers.clear()
         log.write(step, {"loss": float(step)})
-    os.close(log.file._file)
 
 
 def test_a_line_that_a_kill_kept_from_a_tracker_is_sent_by_the_next_process(
@@ -157,7 +155,7 @@ def test_a_tracker_of_another_package_is_named_in_a_spec_and_read(
     train: dict[str, object] = {"report_to": ["made"], "tracking": {"group": "g"}}
     loaded = load_spec(spec_file(tmp_path, tiny_tokenizer_dir, train))
     assert [item for item in check_spec(loaded) if item.rule.startswith("report.")] == []
-    MetricsLog(tmp_path).close()
+    MetricsLog(tmp_path)
     observer = observe(loaded, tmp_path)
     assert observer is not None
     observer.began()

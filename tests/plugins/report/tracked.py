@@ -38,7 +38,6 @@ class TrackedMetrics:
         self.trackers.continued(step)
 
     def close(self) -> None:
-        self.file.close()
         self.trackers.close()
 
 

@@ -73,7 +73,6 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
         metrics = MetricsLog(training)
         metrics.write(1, {"reward/mean": 0.25})
         metrics.write(2, {"reward/mean": 0.5, "eval/reward": 0.75})
-        metrics.close()
 
     asyncio.run(make())
     return folder

@@ -3,8 +3,8 @@
     training = Training(find("latest"))
     training.curves()["reward/mean"]      # [(step, value), …]
 
-The training may be running: files are read as they are now, an incomplete last line is ignored (`MetricsLog` and
-`BatchLog` remove it, because they write), and nothing is written.
+The training may be running: files are read as they are now, an incomplete last line is ignored, and
+nothing is written.
 """
 
 from __future__ import annotations
