@@ -57,7 +57,7 @@ def dropped_steps(folder: Path) -> dict[int, set[bool]]:
     found: dict[int, set[bool]] = {}
     with RunStore.open(folder / "rollouts", readonly=True) as store:
         gone = store.dropped_ids()
-        for record in BatchLog(folder).read(repair=False):
+        for record in BatchLog(folder).read():
             for task in record.tasks.values():
                 found.setdefault(record.step, set()).update(row.id in gone for row in store.samples(task))
     return found
