@@ -11,7 +11,7 @@ from msgspec.structs import asdict
 from engine.backends.servers.checks import CheckedServers
 from engine.backends.servers.pool import Server
 from engine.backends.sglang.checks import EXPERTS_FLAG, ask_worker, dropped_by, workers_of
-from engine.backends.sglang.control import Control
+from engine.backends.sglang.control import Control, FollowedWeights
 from engine.backends.sglang.images import check_images, refuse_family
 from engine.backends.sglang.routing import layout_of
 from engine.backends.sglang.wire import DEFAULT_VERSION, SGLANG, Encoder
@@ -49,7 +49,8 @@ class SGLangBackend(CheckedServers):
     def __init__(self, *args: Any, **options: Any) -> None:
         """As `ServersBackend`."""
         super().__init__(*args, **options)
-        self.weights = self.control = Control(self.pool)
+        self.control = Control(self.pool)
+        self.weights: Control | FollowedWeights = self.control
         self.dropped: list[str] = []
         """Parameters that the router drops."""
         self.verified: ServerDifference | None = None
@@ -132,7 +133,7 @@ class SGLangBackend(CheckedServers):
             vision=self._format.vision,
             layout=self._layout,
             own_prefixes=self._spec.routed_experts == "exact",
-            features=lambda: self.control.features,
+            features=lambda: self.weights.features,
         )
 
     async def check_servers(self, sampling: SamplingParams) -> ServerFacts:
@@ -192,7 +193,7 @@ class SGLangBackend(CheckedServers):
             raise BackendError(
                 "the router drops logit_bias, so ids cannot be banned; name the servers themselves", kind="unsupported"
             )
-        if request.adapter is not None and request.adapter in self.control.unloaded:
+        if request.adapter is not None and request.adapter in self.control.adapters.unloaded:
             raise BackendError(f"the adapter {request.adapter!r} was unloaded", kind="bad_request")
         return self._scale_images(request) if request.images else None
 
@@ -205,11 +206,13 @@ class SGLangBackend(CheckedServers):
 
     def server_weights(self, version: int) -> ServerWeights:
         """See `Backend.server_weights`."""
-        return ServerWeights(version=version, prefixes=self.control.prefixes)
+        return ServerWeights(version=version, prefixes=self.weights.prefixes)
 
     def follow(self, weights: ServerWeights) -> None:
         """See `Backend.follow`."""
-        self.control.follow(weights)
+        if not isinstance(self.weights, FollowedWeights):
+            self.weights = FollowedWeights()
+        self.weights.follow(weights)
 
     def stats(self) -> dict[str, Any]:
         """Counts since the start, and the certificate of the prompts."""
@@ -230,11 +233,11 @@ class SGLangBackend(CheckedServers):
     async def _wake(self, server: Server) -> None:
         """Have a server that is out sample again, for its health check. A router keeps the health of its servers
         itself."""
-        if not self._spec.router:
+        if not self._spec.router and self.weights is self.control:
             await self.control.wake(server)
 
     async def _admit(self, server: Server) -> None:
         """Check a server that is back, and give it the weights and adapters of the others."""
         if not self._spec.router:
             await super()._admit(server)
-            await self.control.catch_up(server)
+            await (self.weights.check if isinstance(self.weights, FollowedWeights) else self.weights.catch_up)(server)

@@ -68,6 +68,17 @@ class AllServers:
         self.gone: set[Server] = set()
         """Servers that could not be asked any more during the newest update."""
 
+    def reachable(self) -> list[Server]:
+        """Return the servers that are there."""
+        return [server for server in self._pool.workers if server.healthy]
+
+    def out(self, server: Server, reason: str) -> None:
+        """Take a server out of the pool."""
+        if server in self._pool.servers:
+            self._pool.failed(server, reason)
+        else:
+            log.error("a server behind the router is out of step", server=server.url, reason=reason)
+
     def lost(self, server: Server, error: BaseException) -> bool:
         """Take a server out if it cannot be asked any more.
 
@@ -105,39 +116,73 @@ class AllServers:
             raise NoServerError(f"{path}: {'; '.join(reasons) or 'no sglang server is there'}", kind="no_server")
         return there
 
-    def reachable(self) -> list[Server]:
-        """Return the servers that are there."""
-        return [server for server in self._pool.workers if server.healthy]
+    async def attempt(self, server: Server, path: str, body: Any, *, seconds: float = 30.0) -> None:
+        """POST to a server that may be away, or have nothing to do: it is left as it is if the call fails."""
+        try:
+            await server.json("POST", path, body, timeout=seconds)
+        except BackendError as error:
+            log.debug("a call was not needed, or not possible", server=server.url, path=path, reason=str(error))
 
-    def out(self, server: Server, reason: str) -> None:
-        """Take a server out of the pool."""
-        if server in self._pool.servers:
-            self._pool.failed(server, reason)
-        else:
-            log.error("a server behind the router is out of step", server=server.url, reason=reason)
 
-    async def call(
-        self, method: str, path: str, body: Any = None, *, seconds: float = 30.0, servers: list[Server] | None = None
-    ) -> dict[str, Any]:
-        """Send the same call to these servers; default: to all that are there. Returns URL -> reply.
+class Adapters:
+    """The LoRA adapters that every server has. A request names one; one that names none gets the base model."""
 
-        Raises:
-            BackendError: no server is there (kind `unreachable`), or a server did not reply as it should (kind
-                `control_failed`).
-        """
-        servers = self.reachable() if servers is None else servers
-        if not servers:
-            raise BackendError(f"{path}: no sglang server is there", kind="unreachable")
-        replies = await asyncio.gather(
-            *(server.json(method, path, body, timeout=seconds) for server in servers), return_exceptions=True
-        )
-        failures = [reply for reply in replies if isinstance(reply, BaseException)]
-        for failure in failures:
-            if not isinstance(failure, BackendError):
-                raise failure
-        if failures:
-            raise BackendError(f"{path} failed: " + "; ".join(map(str, failures)), kind="control_failed")
-        return {server.url: reply for server, reply in zip(servers, replies, strict=True)}
+    def __init__(self, servers: AllServers) -> None:
+        self._servers = servers
+        self._calls: dict[str, dict[str, Any]] = {}
+        """By name: the call that loads it."""
+        self.unloaded: set[str] = set()
+        """Adapters that were taken out. SGLang loads one again when a request names it; the backend refuses such a
+        request."""
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the adapters that were loaded here."""
+        return list(self._calls)
+
+    async def load(self, name: str, path: str, *, pinned: bool) -> None:
+        """See `Control.load_adapter`."""
+        if name in self._calls:
+            await self.unload(name)
+        call = {"lora_name": name, "lora_path": str(path), "pinned": pinned}
+        asked: list[Server] = []
+        # A server that comes back meanwhile does not know of this adapter: it is asked as well.
+        while (servers := [server for server in self._servers.reachable() if server not in asked]) or not asked:
+            asked += servers
+            try:
+                await self._servers.each(servers, "/load_lora_adapter", call, seconds=UPDATE_SECONDS)
+            except NoServerError:
+                if not any(server.healthy for server in asked):
+                    raise
+            except BackendError:
+                unload = {"lora_name": name}
+                attempts = (
+                    self._servers.attempt(server, "/unload_lora_adapter", unload)
+                    for server in self._servers.reachable()
+                )
+                await asyncio.gather(*attempts)
+                raise
+        self._calls[name] = call
+        self.unloaded.discard(name)
+
+    async def unload(self, name: str) -> None:
+        """See `Control.unload_adapter`."""
+        self._calls.pop(name, None)  # also where a server is lost: it must not be given it again when it is back
+        self.unloaded.add(name)
+        with contextlib.suppress(NoServerError):
+            servers = self._servers.reachable()
+            await self._servers.each(servers, "/unload_lora_adapter", {"lora_name": name}, seconds=UPDATE_SECONDS)
+
+    async def catch_up(self, server: Server) -> bool:
+        """Load on a server that is back what it has missed; False if this changed meanwhile."""
+        calls = dict(self._calls)
+        for call in calls.values():
+            try:
+                await server.json("POST", "/load_lora_adapter", call, timeout=UPDATE_SECONDS)
+            except BackendError as error:
+                if "already" not in str(error):
+                    raise
+        return self._calls == calls
 
 
 PauseMode = Literal["in_place", "retract", "abort"]
@@ -191,6 +236,7 @@ class Control:
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
         self.servers = AllServers(pool)
+        self.adapters = Adapters(self.servers)
         self.memory = KeptMemory()
         self.expected: str | None = None
         """Name of the weights that every request sent from now on must be sampled with; None: not known."""
@@ -201,43 +247,51 @@ class Control:
         """Goes into the hashes of images, and changes with the weights: SGLang keeps an image's features by its hash,
         over updates too. Not a version: another training gives the same servers other weights of that name, and scales
         the same files to other pixels."""
-        self._follows = False
-        """Another process gives the servers their weights."""
         self._weights: _Weights | None = None
-        self._adapters: dict[str, tuple[str, bool]] = {}
-        self.unloaded: set[str] = set()
-        """Adapters that were taken out. SGLang loads one again when a request names it; the backend refuses such a
-        request."""
         self.paused_seconds = 0.0
-        """Seconds in which sampling was paused for updates of weights, in total."""
-        self._lock = asyncio.Lock()
+        """Seconds in which sampling was paused, in total."""
+        self._changing = asyncio.Lock()
+        """Held while every server is given weights or an adapter."""
         self._paused: PauseMode | None = None
+        """The mode of the pause that `paused` holds."""
 
     # -- pauses
 
-    async def pause(self, mode: PauseMode = "retract", servers: list[Server] | None = None) -> None:
-        """Pause sampling on these servers; default: on all that are there. New requests wait.
-
-        Raises:
-            BackendError: a server did not; sampling goes on everywhere else.
-        """
-        await self.servers.call("POST", "/pause_generation", {"mode": mode}, seconds=PAUSE_SECONDS, servers=servers)
-        self._paused = mode
-
-    async def resume(self, servers: list[Server] | None = None) -> None:
-        """Continue sampling on these servers; default: on all that are there."""
-        self._paused = None
-        await self.servers.call("POST", "/continue_generation", _RESUME, seconds=PAUSE_SECONDS, servers=servers)
-
     @asynccontextmanager
     async def paused(self, mode: PauseMode = "retract") -> AsyncIterator[None]:
-        """Sampling is paused inside the block, and continues afterwards in any case."""
-        servers = self.servers.reachable()
+        """Sampling is paused inside the block, and continues afterwards in any case.
+
+        Raises:
+            BackendError: a server did not pause; sampling goes on.
+        """
+        async with self._stopped(mode, self.servers.reachable()):
+            self._paused = mode
+            try:
+                yield
+            finally:
+                self._paused = None
+
+    @asynccontextmanager
+    async def _stopped(self, mode: PauseMode, servers: list[Server]) -> AsyncIterator[list[Server]]:
+        """Pause servers; yields those that are still there. A server that is lost while paused is resumed by `wake`."""
+        paused = servers
+        began = time.monotonic()
         try:
-            await self.pause(mode, servers)
-            yield
+            paused = await self.servers.each(servers, "/pause_generation", {"mode": mode}, seconds=PAUSE_SECONDS)
+            yield paused
         finally:
-            await self.resume(servers)
+            there = [server for server in paused if server.healthy or server not in self._pool.servers]
+            try:
+                with contextlib.suppress(NoServerError):
+                    await self.servers.each(there, "/continue_generation", _RESUME, seconds=PAUSE_SECONDS)
+            finally:
+                self.paused_seconds += time.monotonic() - began
+                # These are out: they refused the weights, or were away and have taken them.
+                out = [server for server in paused if server not in there and server not in self.servers.gone]
+                continued = (
+                    self.servers.attempt(server, "/continue_generation", _RESUME, seconds=5.0) for server in out
+                )
+                await asyncio.gather(*continued)
 
     # -- weights
 
@@ -279,49 +333,22 @@ class Control:
         """
         if version < 0:
             raise ValueError(f"a weight version is not negative; got {version}")
-        async with self._lock:
+        async with self._changing:
             weights = _Weights(name=str(version), load=load, again=again, source=source)
             self.servers.gone.clear()
             self.expected = None  # until every server has them, either version is right
             await self.memory.resume("weights")
             servers = await self._takers(again)
-            held = self._paused or mode
+            pause = self._stopped(mode, servers) if self._paused is None else contextlib.nullcontext(servers)
+            mode = self._paused or mode
             try:
-                if self._paused is None:
-                    async with self._paused_for_update(mode, servers) as paused:
-                        await self._load_everywhere(weights, paused, flush=held != "in_place")
-                else:
-                    await self._load_everywhere(weights, servers, flush=held != "in_place")
+                async with pause as there:
+                    await self._load_everywhere(weights, there, flush=mode != "in_place")
             finally:
                 if self._weights is not None:
                     self.expected = self._weights.name
-                    if held == "in_place":
+                    if mode == "in_place":
                         self.prefixes = self._weights.name
-
-    @asynccontextmanager
-    async def _paused_for_update(self, mode: PauseMode, servers: list[Server]) -> AsyncIterator[list[Server]]:
-        """Pause servers; yields those that are still there. A server that is lost while paused is resumed by `wake`."""
-        paused = servers
-        began = time.monotonic()
-        try:
-            paused = await self.servers.each(servers, "/pause_generation", {"mode": mode}, seconds=PAUSE_SECONDS)
-            yield paused
-        finally:
-            there = [server for server in paused if server.healthy or server not in self._pool.servers]
-            try:
-                with contextlib.suppress(NoServerError):
-                    await self.servers.each(there, "/continue_generation", _RESUME, seconds=PAUSE_SECONDS)
-            finally:
-                self.paused_seconds += time.monotonic() - began
-                out = [server for server in paused if server not in there and server not in self.servers.gone]
-                await asyncio.gather(*(self._try_to_continue(server) for server in out))
-
-    async def _try_to_continue(self, server: Server) -> None:
-        """Continue a server that is out: it refused the weights, or was away and has taken them."""
-        try:
-            await server.json("POST", "/continue_generation", _RESUME, timeout=5.0)
-        except BackendError as error:
-            log.debug("a server that is out was not continued", server=server.url, reason=str(error))
 
     async def _load_everywhere(self, weights: _Weights, servers: list[Server], *, flush: bool) -> None:
         previous, self._weights = self._weights, weights
@@ -364,29 +391,14 @@ class Control:
                 server.version = weights.name
         return outcomes
 
-    def follow(self, weights: ServerWeights) -> None:
-        """See `Backend.follow`. The other process also pauses servers and continues them."""
-        if self._follows and int(self.expected or 0) > weights.version:
-            return
-        if self.expected != str(weights.version):
-            self.features = secrets.token_hex(8)
-        self._follows = True
-        self.expected, self.prefixes = str(weights.version), weights.prefixes
-
     def accepts(self, version: str, expected: str) -> bool:
-        """See `GivenWeights`. Weights of another process may be newer, because it tells their version after it has
-        pushed them."""
-        return version == expected or (self._follows and version.isdigit() and int(version) > int(expected))
-
-    async def versions(self) -> dict[str, str]:
-        """URL -> name of the weights that this server says it has."""
-        infos = await self.servers.call("GET", "/model_info")
-        return {url: str(info["weight_version"]) for url, info in infos.items()}
+        """See `GivenWeights`."""
+        return version == expected
 
     # -- adapters
 
     async def load_adapter(self, name: str, path: str, *, pinned: bool = False) -> None:
-        """Load a LoRA adapter on every server. A request names it; one that names none gets the base model.
+        """Load a LoRA adapter on every server.
 
         Args:
             name: how requests call it. A name that is loaded already is replaced.
@@ -397,26 +409,9 @@ class Control:
             BackendError: a server refused it (was it started with `--enable-lora`?); it is loaded nowhere. Or no server
                 is there (kind `no_server`). A server that dies meanwhile is given it when it is back.
         """
-        async with self._lock:
+        async with self._changing:
             await self.memory.resume()
-            if name in self._adapters:
-                await self._unload(name)
-            asked: list[Server] = []
-            # A server that comes back meanwhile does not know of this adapter: it is asked as well.
-            while (servers := [server for server in self.servers.reachable() if server not in asked]) or not asked:
-                asked += servers
-                try:
-                    await self.servers.each(
-                        servers, "/load_lora_adapter", _adapter(name, path, pinned), seconds=UPDATE_SECONDS
-                    )
-                except NoServerError:
-                    if not any(server.healthy for server in asked):
-                        raise
-                except BackendError:
-                    await asyncio.gather(*(self._unload_from(server, name) for server in self.servers.reachable()))
-                    raise
-            self._adapters[name] = (str(path), pinned)
-            self.unloaded.discard(name)
+            await self.adapters.load(name, path, pinned=pinned)
 
     async def unload_adapter(self, name: str) -> None:
         """Unload an adapter on all servers.
@@ -424,37 +419,10 @@ class Control:
         Raises:
             BackendError: a server does not know it.
         """
-        async with self._lock:
-            await self._unload(name)
+        async with self._changing:
+            await self.adapters.unload(name)
 
-    @property
-    def adapters(self) -> list[str]:
-        """Names of the adapters that were loaded here."""
-        return list(self._adapters)
-
-    async def _unload(self, name: str) -> None:
-        self._adapters.pop(name, None)  # also where a server is lost: it must not be given it again when it is back
-        self.unloaded.add(name)
-        with contextlib.suppress(NoServerError):
-            await self.servers.each(
-                self.servers.reachable(), "/unload_lora_adapter", {"lora_name": name}, seconds=UPDATE_SECONDS
-            )
-
-    async def _unload_from(self, server: Server, name: str) -> None:
-        try:
-            await server.json("POST", "/unload_lora_adapter", {"lora_name": name})
-        except BackendError as error:
-            log.debug("adapter was not there", server=server.url, adapter=name, reason=str(error))
-
-    # -- the rest
-
-    async def running(self) -> dict[str, int]:
-        """URL -> requests that this server is working on or has waiting."""
-        loads = await self.servers.call("GET", "/v1/loads")
-        return {
-            url: sum(r["num_running_reqs"] + r["num_waiting_reqs"] for r in load["loads"])
-            for url, load in loads.items()
-        }
+    # -- servers that come back
 
     async def wake(self, server: Server) -> None:
         """Have a server that is out sample again: its health check samples a token, and it may have been lost while it
@@ -465,8 +433,6 @@ class Control:
                 trainer gives its memory back (kind `memory_released`).
         """
         self._refuse_during_update(server)
-        if self._follows:
-            return
         await self.memory.catch_up(server)
         if self._paused is None:
             await server.json("POST", "/continue_generation", _RESUME, timeout=PAUSE_SECONDS)
@@ -487,43 +453,61 @@ class Control:
             BackendError: It cannot load it now, or the others were given something else meanwhile (kind `updating`); it
                 stays out of the pool.
         """
-        weights, adapters = self._weights, dict(self._adapters)
+        weights = self._weights
         self._refuse_during_update(server)
-        if self._follows:
-            version = str((await server.json("GET", "/model_info"))["weight_version"])
-            if not self.accepts(version, str(self.expected)):
-                raise BackendError(
-                    f"{server.url} has weights {version!r}, not {self.expected!r}, and waits for the trainer's",
-                    kind="stale_weights",
-                )
-            return
         await self.memory.catch_up(server)
         if weights is not None:
-            info = await server.json("GET", "/model_info")
-            if str(info["weight_version"]) != weights.name:
-                if not weights.again:
-                    raise BackendError(
-                        f"{server.url} has weights {info['weight_version']!r}, not {weights.name!r}, and waits for the "
-                        "next ones",
-                        kind="stale_weights",
-                    )
+            version = await _version_of(server)
+            if version != weights.name and not weights.again:
+                raise BackendError(
+                    f"{server.url} has weights {version!r}, not {weights.name!r}, and waits for the next ones",
+                    kind="stale_weights",
+                )
+            if version != weights.name:
                 (failure,) = await self._load([server], weights, flush=True)
                 if failure is not None:
                     raise failure
-        for name, (path, pinned) in adapters.items():
-            try:
-                await server.json("POST", "/load_lora_adapter", _adapter(name, path, pinned), timeout=UPDATE_SECONDS)
-            except BackendError as error:
-                if "already" not in str(error):
-                    raise
-        if self._weights is not weights or self._adapters != adapters:
+        if not await self.adapters.catch_up(server) or self._weights is not weights:
             raise BackendError(f"{server.url} missed an update while it loaded the one before", kind="updating")
         self._refuse_during_update(server)
 
     def _refuse_during_update(self, server: Server) -> None:
-        if self._lock.locked():
+        if self._changing.locked():
             raise BackendError(f"{server.url} waits for the end of an update of the others", kind="updating")
 
 
-def _adapter(name: str, path: str, pinned: bool) -> dict[str, Any]:
-    return {"lora_name": name, "lora_path": str(path), "pinned": pinned}
+class FollowedWeights:
+    """What a trainer in another process gives the servers, which it also pauses and continues. Nothing is sent from
+    here."""
+
+    def __init__(self) -> None:
+        self.version = -1
+        self.expected: str | None = None
+        """See `Control.expected`, and so for the others."""
+        self.prefixes: str | None = None
+        self.features = ""
+
+    def follow(self, weights: ServerWeights) -> None:
+        """See `Backend.follow`. A version that is told late is not taken back."""
+        if weights.version < self.version:
+            return
+        if weights.version > self.version:
+            self.features = secrets.token_hex(8)
+        self.version, self.expected, self.prefixes = weights.version, str(weights.version), weights.prefixes
+
+    def accepts(self, version: str, expected: str) -> bool:
+        """See `GivenWeights`. They may be newer, because their version is told after they were pushed."""
+        return version == expected or (version.isdigit() and int(version) > int(expected))
+
+    async def check(self, server: Server) -> None:
+        """Raise BackendError if a server that is back has older weights; it stays out of the pool."""
+        version = await _version_of(server)
+        if not self.accepts(version, str(self.version)):
+            raise BackendError(
+                f"{server.url} has weights {version!r}, not {self.expected!r}, and waits for the trainer's",
+                kind="stale_weights",
+            )
+
+
+async def _version_of(server: Server) -> str:
+    return str((await server.json("GET", "/model_info"))["weight_version"])

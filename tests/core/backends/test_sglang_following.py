@@ -42,14 +42,14 @@ async def test_a_version_that_is_told_late_is_not_taken_back(chat_format: ChatTe
     async with cluster(chat_format) as servers:
         servers.backend.follow(ServerWeights(version=5, prefixes="5"))
         servers.backend.follow(ServerWeights(version=4, prefixes="4"))
-        assert (servers.backend.control.expected, servers.backend.control.prefixes) == ("5", "5")
+        assert (servers.backend.weights.expected, servers.backend.weights.prefixes) == ("5", "5")
         assert servers.backend.server_weights(5) == ServerWeights(version=5, prefixes="5")
 
 
 async def test_features_of_images_are_those_of_the_weights_that_are_followed(chat_format: ChatTemplate) -> None:
     async with cluster(chat_format) as servers:
-        control, names = servers.backend.control, [servers.backend.control.features]
+        names = [servers.backend.weights.features]
         for version in (3, 3, 4, 3):
             servers.backend.follow(ServerWeights(version=version))
-            names.append(control.features)
+            names.append(servers.backend.weights.features)
         assert names[0] != names[1] == names[2] != names[3] == names[4]

@@ -39,8 +39,9 @@ async def until_samples(backend: SGLangBackend, tokens: int, requests: int = 1, 
 async def _until(backend: SGLangBackend, holds: Callable[[list[dict[str, Any]]], bool], url: str | None = None) -> None:
     async with asyncio.timeout(HANGS_AFTER):
         while True:
-            replies = await backend.control.servers.call("GET", "/v1/loads")
-            if holds([load for server, reply in replies.items() if url in (None, server) for load in reply["loads"]]):
+            asked = [server for server in backend.workers if url in (None, server.url)]
+            replies = [await server.json("GET", "/v1/loads") for server in asked]
+            if holds([load for reply in replies for load in reply["loads"]]):
                 return
             await asyncio.sleep(0.01)
 
