@@ -5,7 +5,7 @@ code outside of this process applies the deadlines of its calls itself.
     board = await environment.build("environment", "replayable", seconds=60.0)   # for one episode
     await call_spec_code(workers, board.reset, task, seed, seconds=60.0, blame="environment", what="`game:Chess`.reset")
 
-The core has the mode `thread` (`ThisProcess`); a plugin adds others by the point `isolation_modes` of its face.
+The core has the mode `thread` (`CodeHere`); a plugin adds others by the point `isolation_modes` of its face.
 """
 
 from __future__ import annotations
@@ -162,7 +162,8 @@ def bad_tool(use: str, why: object) -> EngineError:
 
 
 class CodeHere(SpecCode):
-    """An entry point that was imported into this process, whose code is called in threads and on code loops."""
+    """An entry point that was imported into this process, whose code is called in threads and on code loops. `call` is
+    `call_spec_code` with the workers of the run."""
 
     def __init__(self, origin: CodeOrigin, call: Callable[..., Any]) -> None:
         super().__init__(origin)
@@ -197,17 +198,6 @@ class CodeHere(SpecCode):
 
     async def _make_on_loop(self, blame: Blame) -> Any:
         return self._make(blame)
-
-
-class ThisProcess(CodeHost):
-    """The host of the mode `thread`; `call` is `call_spec_code` with the workers of the run."""
-
-    def __init__(self, call: Callable[..., Any]) -> None:
-        self._call = call
-
-    def load(self, origin: CodeOrigin, isolation: IsolationSpec) -> SpecCode:
-        """See `CodeHost.load`."""
-        return CodeHere(origin, self._call)
 
 
 class SpecFunction:

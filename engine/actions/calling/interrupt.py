@@ -24,7 +24,6 @@ import sys
 import threading
 import time
 import traceback
-from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -53,7 +52,7 @@ class Interrupted(BaseException):
 class CodeThread:
     """The current thread, which is about to run user code."""
 
-    __slots__ = ("clock", "ident", "released")
+    __slots__ = ("abandoned_at", "busy_since", "call", "clock", "ident", "interruptions", "released", "uninterruptible")
 
     def __init__(self) -> None:
         self.ident = threading.get_ident()
@@ -62,6 +61,14 @@ class CodeThread:
         """Id of its CPU clock; None if the system has none, in which case it never counts as busy."""
         self.released = False
         """Whether it has finished running user code."""
+        self.call: CodeCall | None = None
+        """Its abandoned call, for messages; None if it is not known."""
+        self.abandoned_at = 0.0
+        """Its CPU time when the call was abandoned."""
+        self.busy_since: float | None = None
+        """Time at which it was first seen busy after that."""
+        self.interruptions = 0
+        self.uninterruptible = False
 
     def cpu(self) -> float:
         """CPU seconds used so far; 0 if unknown."""
@@ -71,19 +78,6 @@ class CodeThread:
             return 0.0
 
 
-@dataclass
-class _Busy:
-    """A thread whose call was abandoned."""
-
-    call: CodeCall | None
-    cpu: float
-    """Its CPU time when the call was abandoned."""
-    since: float | None = None
-    """Time at which it was first seen busy."""
-    interruptions: int = 0
-    uninterruptible: bool = False
-
-
 class Interrupter:
     """Watches threads whose calls were abandoned and interrupts the busy ones."""
 
@@ -91,14 +85,15 @@ class Interrupter:
         self.ended = 0
         """Number of threads that left the user code after an interruption."""
         self._lock = threading.Lock()
-        self._threads: dict[CodeThread, _Busy] = {}
+        self._threads: set[CodeThread] = set()
+        """Threads whose call was abandoned."""
         self._watches = False
 
     @property
     def uninterruptible(self) -> int:
         """Number of threads whose code interruptions do not end."""
         with self._lock:
-            return sum(busy.uninterruptible for busy in self._threads.values())
+            return sum(thread.uninterruptible for thread in self._threads)
 
     @property
     def summary(self) -> str:
@@ -121,7 +116,8 @@ class Interrupter:
         with self._lock:
             if thread.released:
                 return
-            self._threads[thread] = _Busy(call, thread.cpu())
+            thread.call, thread.abandoned_at = call, thread.cpu()
+            self._threads.add(thread)
             if not self._watches:
                 self._watches = True
                 threading.Thread(target=self._watch, name="interrupter", daemon=True).start()
@@ -134,14 +130,14 @@ class Interrupter:
         """
         with self._lock:
             thread.released = True  # from here on no exception is added
-            busy = self._threads.get(thread)
-        if busy is None:
+            abandoned = thread in self._threads
+        if not abandoned:
             return
-        if busy.interruptions:
+        if thread.interruptions:
             _interrupt_thread(thread.ident)  # takes the place of one that is pending
         with self._lock:
-            del self._threads[thread]
-            self.ended += busy.interruptions > 0
+            self._threads.remove(thread)
+            self.ended += thread.interruptions > 0
 
     def _watch(self) -> None:
         while True:
@@ -150,30 +146,30 @@ class Interrupter:
                 if not self._threads:
                     self._watches = False
                     return
-                threads = list(self._threads.items())
-            for thread, busy in threads:
-                if thread.cpu() - busy.cpu >= BUSY_SECONDS:
-                    self._interrupt(thread, busy)
+                threads = list(self._threads)
+            for thread in threads:
+                if thread.cpu() - thread.abandoned_at >= BUSY_SECONDS:
+                    self._interrupt(thread)
 
-    def _interrupt(self, thread: CodeThread, busy: _Busy) -> None:
+    def _interrupt(self, thread: CodeThread) -> None:
         now = time.monotonic()
-        busy.since = busy.since or now
+        thread.busy_since = thread.busy_since or now
         with self._lock:
             if thread.released:
                 return
             frame = sys._current_frames().get(thread.ident)
             if frame is not None and is_spec_code(frame):
                 _interrupt_thread(thread.ident)
-                busy.interruptions += 1
-            if busy.uninterruptible or now - busy.since < UNINTERRUPTIBLE_SECONDS:
+                thread.interruptions += 1
+            if thread.uninterruptible or now - thread.busy_since < UNINTERRUPTIBLE_SECONDS:
                 return
-            busy.uninterruptible = True
+            thread.uninterruptible = True
             stack = traceback.format_list(traceback.extract_stack(frame))
         log.warning(
             "code keeps computing after its deadline, cannot be interrupted and slows down all calls; "
             "run it with `isolation: process`",
-            function=busy.call.what if busy.call is not None else "unknown",
-            episode=busy.call.episode if busy.call is not None else "unknown",
+            function=thread.call.what if thread.call is not None else "unknown",
+            episode=thread.call.episode if thread.call is not None else "unknown",
             stack="".join(stack[-_SHOWN:]),
         )
 

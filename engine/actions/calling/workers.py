@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from engine import plugin
 from engine.actions.calling.code_call import CodeCall, LoopReplacedError
 from engine.actions.calling.code_loop import CodeLoop, CodeLoops
-from engine.actions.calling.host import CodeHost, CodeOrigin, EpisodeHost, HostedCallable, SpecCode, ThisProcess
+from engine.actions.calling.host import CodeHere, CodeHost, CodeOrigin, EpisodeHost, HostedCallable, SpecCode
 from engine.actions.calling.interrupt import Interrupter
 from engine.actions.calling.threads import Threads
 from engine.deadline import Deadlines
@@ -65,14 +65,16 @@ class Workers:
         self.code_loops = CodeLoops(self.interrupter)
         self.delay = LoopDelay()
         self._deadlines = _ByLength()
-        self._hosts: dict[str, CodeHost] = {"thread": ThisProcess(partial(call_spec_code, self))}
-        """By `isolation.mode`; those of plugins are made when they are needed."""
+        self._hosts: dict[str, CodeHost] = {}
+        """Those of plugins, by `isolation.mode`, made when they are needed."""
         self.at_close: list[Callable[[], None]] = []
         """Called first when these workers close: ends connections of the run."""
 
     def load(self, origin: CodeOrigin, isolation: IsolationSpec) -> SpecCode:
         """Load an entry point in the host of its mode. Raises: EngineError: it cannot be loaded, or the mode's plugin
         is missing."""
+        if isolation.mode == "thread":
+            return CodeHere(origin, partial(call_spec_code, self))
         return self._host(str(isolation.mode)).load(origin, isolation)
 
     def apart(self, base: Path) -> EpisodeHost | None:

@@ -113,8 +113,8 @@ def spin_of(module: str) -> Callable[[list[int]], None]:
 async def test_the_standard_library_and_the_engine_are_never_interrupted(workers: Workers, module: str) -> None:
     stop: list[int] = []
     await give_up(workers, spin_of(module), stop)
-    (busy,) = workers.interrupter._threads.values()
-    await until(lambda: busy.since is not None)  # seen busy
+    (busy,) = workers.interrupter._threads
+    await until(lambda: busy.busy_since is not None)  # seen busy
     await give_up(workers, spin)
     await until(lambda: workers.interrupter.ended == 1)
     assert busy.interruptions == 0
@@ -242,7 +242,7 @@ async def test_what_cannot_be_ended_is_counted_and_reported_once(
     with capture_logs() as logs:
         await give_up(workers, stubborn)
         await until(lambda: workers.interrupter.uninterruptible == 1)
-        (busy,) = workers.interrupter._threads.values()
+        (busy,) = workers.interrupter._threads
         seen = busy.interruptions
         await until(lambda: busy.interruptions > seen)  # it goes on being interrupted
     assert workers.interrupter.summary == (

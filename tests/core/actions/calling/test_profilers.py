@@ -64,7 +64,7 @@ async def pending(workers):
     began = threading.Event()
     task = asyncio.create_task(call(workers, sleeps, 0.01, began))
     while not workers.interrupter._threads: await asyncio.sleep(0.01)
-    (busy,) = workers.interrupter._threads.values()
+    (busy,) = workers.interrupter._threads
     while not busy.interruptions: await asyncio.sleep(0.001)
     look()                              # while it is pending
     assert workers.interrupter._threads, "the tool waited for the end of the sleep"
