@@ -78,7 +78,7 @@ class Bridges:
         """Rely on the checks of probes as far as what the template tests allows it."""
         self.whole = next(iter(keys.whole_because), None)
         self.timed, self._dated = keys.timed, keys.dated
-        self._copies, self._reads_tools = keys.copies, keys.tests_tools
+        self._copies, self._reads_tools = not keys.changes, keys.tests_tools
 
     def between(
         self,

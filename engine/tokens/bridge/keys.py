@@ -22,14 +22,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
+from itertools import chain
 from typing import Any
 
 import msgspec
 from jinja2 import nodes
 
-from engine.tokens.bridge.expressions import ExpressionReading, calls, conjuncts
+from engine.tokens.bridge.expressions import Expressions, calls
 from engine.tokens.bridge.kinds import MARKERS, WRAP, Looked
-from engine.tokens.bridge.labels import CARRIED, COUNTED, TEXT, Of, Slot
+from engine.tokens.bridge.reading import CARRIED, COUNTED, TEXT, Of, Reading, Slot
 from engine.tokens.jinja import make_environment
 
 _MAX_ROUNDS = 12
@@ -46,8 +47,8 @@ class TemplateKeys(msgspec.Struct, frozen=True):
     """It looks for them in tool calls or names of tools."""
     replaces: bool = False
     """It replaces something in texts, which may put a token together."""
-    copies: bool = True
-    """Contents are written as they are, trimmed at most."""
+    changes: bool = False
+    """It writes contents cut or changed, not as they are or trimmed at most."""
     tests_blank: bool = False
     """It tests whether a text is empty, which white space is not."""
     tests_tools: bool = False
@@ -62,7 +63,7 @@ class TemplateKeys(msgspec.Struct, frozen=True):
     @property
     def reads(self) -> bool:
         """Whether it does anything to contents but write them."""
-        return bool(self.literals or self.equals or self.replaces or self.whole_because or not self.copies)
+        return bool(self.literals or self.equals or self.replaces or self.whole_because or self.changes)
 
 
 def read_template(sources: Sequence[str], variables: Mapping[str, Any], in_parts: bool = False) -> TemplateKeys:
@@ -80,20 +81,13 @@ def read_template(sources: Sequence[str], variables: Mapping[str, Any], in_parts
 
 @lru_cache(maxsize=64)
 def _read(sources: tuple[str, ...], variables: tuple[tuple[str, Any], ...], in_parts: bool) -> TemplateKeys:
-    readings = [_TemplateReading(make_environment().parse(source), dict(variables), in_parts) for source in sources]
-    by_source = [reading.keys() for reading in readings]
-    return TemplateKeys(
-        tuple(dict.fromkeys(text for keys in by_source for text in keys.literals)),
-        tuple(dict.fromkeys(text for keys in by_source for text in keys.equals)),
-        any(keys.in_calls for keys in by_source),
-        any(keys.replaces for keys in by_source),
-        all(keys.copies for keys in by_source),
-        any(keys.tests_blank for keys in by_source),
-        any(keys.tests_tools for keys in by_source),
-        any(keys.dated for keys in by_source),
-        any(keys.timed for keys in by_source),
-        tuple(dict.fromkeys(why for keys in by_source for why in keys.whole_because)),
-    )
+    by_source = [_Statements(make_environment().parse(source), dict(variables), in_parts).keys for source in sources]
+    merged: dict[str, Any] = {}
+    for field in TemplateKeys.__struct_fields__:
+        found = [getattr(keys, field) for keys in by_source]
+        lists = isinstance(found[0], tuple)
+        merged[field] = tuple(dict.fromkeys(chain.from_iterable(found))) if lists else any(found)
+    return TemplateKeys(**merged)
 
 
 def looks(keys: TemplateKeys, source: str) -> tuple[Looked, re.Pattern[str] | None, re.Pattern[str] | None]:
@@ -117,7 +111,7 @@ def looks(keys: TemplateKeys, source: str) -> tuple[Looked, re.Pattern[str] | No
         keys.tests_blank,
         keys.in_calls,
     )
-    if not keys.copies:
+    if keys.changes:
         return looked, re.compile(""), re.compile("")
     searched = [*map(re.escape, [*markers, *others])]
     return looked, _any([*searched, *equal]), _any([*searched, *(re.escape(text.strip()) for text in keys.equals)])
@@ -127,53 +121,53 @@ def _any(patterns: Sequence[str]) -> re.Pattern[str] | None:
     return re.compile("|".join(patterns)) if patterns else None
 
 
-class _TemplateReading(ExpressionReading):
-    """The reading of one template: its statements."""
+class _Statements:
+    """Goes through the statements of one template."""
 
     def __init__(self, tree: nodes.Template, variables: Mapping[str, Any], in_parts: bool) -> None:
-        super().__init__(tree, variables, in_parts)
-        self._outer: set[str] = set()  # namespaces that are made outside of the loops over messages and of macros
-        self._loop_tests = 0  # how many of `_tests` are outside of the innermost loop over messages
-
-    def keys(self) -> TemplateKeys:
-        """The result."""
+        self._reading = reading = Reading(tree, variables, in_parts)
+        self._expressions = Expressions(reading)
+        self._outer: set[str] = set()
+        """Namespaces that are made outside of the loops over messages and of macros."""
+        self._loop_tests = 0
+        """How many of the reading's `tests` are outside of the innermost loop over messages."""
         for _ in range(_MAX_ROUNDS):
-            before = self._state()
-            self._literals, self._equals, self._whole = {}, {}, {}
-            self._statements(self._tree.body)
-            if self._state() == before:
+            before = reading.known()
+            reading.literals, reading.equals, reading.whole_because = {}, {}, {}
+            self._statements(tree.body)
+            if reading.known() == before:
                 break
         else:
-            self._whole = {"it is too intricate to be read": None}
-        if not self._copies and self._late_tests:
-            self._refuse("it writes contents cut or changed, depending on later messages")
-        if self._latched_output and any(slot.places for slot in self._slots.values()):
-            self._refuse("what it writes for a message depends on earlier messages and on later ones")
-        return TemplateKeys(
-            tuple(self._literals), tuple(self._equals), self._in_calls, self._replaces, self._copies, self._blank,
-            self._tools, self._dated, self._timed, tuple(self._whole)
-        )  # fmt: skip
-
-    def _state(self) -> str:
-        return repr((self._around, self._names, self._attributes, self._slots, self._returns, self._numbers))
+            reading.whole_because = {"it is too intricate to be read": None}
+        if reading.changes and reading.tests_later:
+            reading.refuse("it writes contents cut or changed, depending on later messages")
+        if reading.writes_latch and any(slot.places for slot in reading.slots.values()):
+            reading.refuse("what it writes for a message depends on earlier messages and on later ones")
+        self.keys = TemplateKeys(
+            **{
+                field: tuple(found) if isinstance(found := getattr(reading, field), dict) else found
+                for field in TemplateKeys.__struct_fields__
+            }
+        )
 
     def _statements(self, body: Iterable[nodes.Node]) -> None:
+        reading = self._reading
         for node in body:
             match node:
                 case nodes.Output():
                     for part in node.nodes:
                         self._write(part)
                 case nodes.Assign():
-                    self._assign(node.target, self._value(node.node), node.node)
+                    self._assign(node.target, self._expressions.value(node.node), node.node)
                 case nodes.AssignBlock():
                     self._statements(node.body)
                     outputs = [part for inner in node.body for part in (inner, *inner.find_all(nodes.Output))]
-                    block = self._all(
+                    block = self._expressions.all(
                         part for output in outputs if isinstance(output, nodes.Output) for part in output.nodes
                     )
                     self._assign(node.target, block | Of.JOINED, None)
                     if node.filter is not None:
-                        self._refuse("it filters a block", node)
+                        reading.refuse("it filters a block", node)
                 case nodes.If():
                     self._branches(node)
                 case nodes.For():
@@ -183,53 +177,54 @@ class _TemplateReading(ExpressionReading):
                 case nodes.CallBlock() if isinstance(node.call.node, nodes.ExtensionAttribute):
                     self._statements(node.body)
                 case nodes.ExprStmt():
-                    self._value(node.node)
+                    self._expressions.value(node.node)
                 case nodes.Continue() | nodes.Break():
-                    self._notice(self._condition())
-                    if any(loop & Of.MESSAGES for loop, _ in self._loops[-1:]):
-                        self._refuse("it leaves a loop over messages", node)
+                    reading.tests_later |= bool(reading.condition() & Of.LATER)
+                    if any(loop & Of.MESSAGES for loop, _ in reading.loops[-1:]):
+                        reading.refuse("it leaves a loop over messages", node)
                 case nodes.Scope():
                     self._statements(node.body)
                 case _:
-                    self._refuse(f"it has a {type(node).__name__.lower()}, which is not read", node)
+                    reading.refuse(f"it has a {type(node).__name__.lower()}, which is not read", node)
 
     def _write(self, node: nodes.Expr) -> None:
+        reading = self._reading
         if isinstance(node, nodes.TemplateData):
             written = Of.NOTHING
         else:
-            self._writing = True
-            written = self._value(node)
-            self._writing = False
+            reading.writing = True
+            written = self._expressions.value(node)
+            reading.writing = False
             if written & COUNTED:
-                self._refuse("it writes a number that depends on the conversation", node)
+                reading.refuse("it writes a number that depends on the conversation", node)
             if written & (Of.MESSAGES | Of.MESSAGE):
-                self._refuse("it writes a message as a whole", node)
+                reading.refuse("it writes a message as a whole", node)
         if written & Of.PART:
             written = written & ~Of.PART | Of.CONTENT
-        condition = self._condition()
+        condition = reading.condition()
         if calls(node, "raise_exception"):
             return
-        self._latched_output |= bool((condition | written) & Of.LATCH)
+        reading.writes_latch |= bool((condition | written) & Of.LATCH)
         if condition & Of.STATE or (written & Of.STATE and not written & TEXT):
-            self._refuse("what it writes for a message depends on a state that earlier messages left", node)
-        if self._macro:
+            reading.refuse("what it writes for a message depends on a state that earlier messages left", node)
+        if reading.macro:
             if text := getattr(node, "data", "") or (isinstance(node, nodes.Const) and node.value):
-                self._around[str(text)] = None
+                reading.around[str(text)] = None
                 written |= Of.JOINED
-            self._returns[self._macro] |= written | condition
+            reading.returns[reading.macro] |= written | condition
 
     def _branches(self, node: nodes.If) -> None:
         rest: list[nodes.Node] = node.else_
         if node.elif_:
             first, *others = node.elif_
             rest = [nodes.If(first.test, first.body, others, node.else_, lineno=first.lineno)]
-        outcome = self._known(node.test)
+        outcome = self._expressions.outcome(node.test)
         if outcome is not None:
             self._statements(node.body if outcome else rest)
         elif not self._is_alternation(node):
-            labels = self._test(node.test)
+            labels = self._expressions.test(node.test)
             for holds, body in ((True, node.body), (False, rest)):
-                with self._under(node.test, holds, labels):
+                with self._reading.under(node.test, holds, labels):
                     self._statements(body)
 
     def _is_alternation(self, node: nodes.If) -> bool:
@@ -245,131 +240,101 @@ class _TemplateReading(ExpressionReading):
             isinstance(left, nodes.Compare) and isinstance(right, nodes.Compare) and isinstance(right.expr, nodes.Mod)
         ):
             return False
-        number, modulus = self._number(right.expr.left), right.expr.right
+        number, modulus = self._expressions.number(right.expr.left), right.expr.right
         is_odd = number is not None and number[0] == "place" and isinstance(modulus, nodes.Const) and modulus.value == 2
-        return is_odd and not self._value(left)
+        return is_odd and not self._expressions.value(left)
 
     def _for(self, node: nodes.For) -> None:
-        item = labels = self._value(node.iter)
+        reading = self._reading
+        item = labels = self._expressions.value(node.iter)
         part = node.iter.arg if isinstance(node.iter, nodes.Getitem) else None
         backwards = isinstance(part, nodes.Slice) and part.step is not None
         if labels & Of.MESSAGES:
-            if any(loop & Of.MESSAGES for loop, _ in self._loops):
-                self._refuse("it goes through the messages again for each message", node)
-            if self._macro:
-                self._refuse("a macro goes through the messages", node)
+            if any(loop & Of.MESSAGES for loop, _ in reading.loops):
+                reading.refuse("it goes through the messages again for each message", node)
+            if reading.macro:
+                reading.refuse("a macro goes through the messages", node)
             if node.test is not None:
-                self._refuse("it leaves out messages in a loop over them", node)
+                reading.refuse("it leaves out messages in a loop over them", node)
             item = Of.MESSAGE
-        elif labels & Of.CONTENT and self._is_in_parts(node.iter):
+        elif labels & Of.CONTENT and reading.has_parts(node.iter):
             item = Of.PART
         elif labels & COUNTED:
-            self._refuse("it repeats something as many times as the conversation says", node)
+            reading.refuse("it repeats something as many times as the conversation says", node)
         if node.recursive:
-            self._refuse("it has a recursive loop", node)
-        self._scopes.append(id(node))
+            reading.refuse("it has a recursive loop", node)
+        reading.scopes.append(id(node))
         self._assign(node.target, item, None)
-        self._loops.append((labels, backwards))
+        reading.loops.append((labels, backwards))
         if node.test is not None:
-            self._test(node.test)
-        with self._under(node.iter, True, labels & CARRIED):
-            before, self._loop_tests = self._loop_tests, len(self._tests) if labels & Of.MESSAGES else self._loop_tests
+            self._expressions.test(node.test)
+        with reading.under(node.iter, True, labels & CARRIED):
+            before = self._loop_tests
+            if labels & Of.MESSAGES:
+                self._loop_tests = len(reading.tests)
             self._statements(node.body)
             self._loop_tests = before
-        self._loops.pop()
-        self._scopes.pop()
+        reading.loops.pop()
+        reading.scopes.pop()
         self._statements(node.else_)
 
     def _define(self, node: nodes.Macro) -> None:
-        outside, self._macro = self._macro, node.name
-        scopes, self._scopes = self._scopes, [0, id(node)]
-        self._returns.setdefault(node.name, Of.NOTHING)
+        reading = self._reading
+        outside = reading.macro, reading.scopes, reading.loops, reading.tests
+        reading.macro, reading.scopes = node.name, [0, id(node)]
+        reading.returns.setdefault(node.name, Of.NOTHING)
         for parameter, value in zip(node.args[len(node.args) - len(node.defaults) :], node.defaults, strict=True):
-            self._join(parameter.name, self._value(value))
-        loops, self._loops = self._loops, []
-        tests, self._tests = self._tests, []
+            reading.join(parameter.name, self._expressions.value(value))
+        reading.loops, reading.tests = [], []
         self._statements(node.body)
-        self._macro, self._loops, self._tests, self._scopes = outside, loops, tests, scopes
+        reading.macro, reading.scopes, reading.loops, reading.tests = outside
 
     # --- assignments ----------------------------------------------------------------------------------------
 
     def _assign(self, target: nodes.Node, labels: Of, value: nodes.Node | None) -> None:
+        reading = self._reading
         if isinstance(target, nodes.Tuple):
             for item in target.items:
                 self._assign(item, labels, None)
             return
-        labels |= self._condition()
+        labels |= reading.condition()
         if isinstance(target, nodes.NSRef):
             self._assign_attribute(target, labels, value)
             return
         assert isinstance(target, nodes.Name)
-        key = (self._scopes[-1], target.name)
+        key = (reading.scopes[-1], target.name)
         if calls(value, "namespace"):
-            self._join(target.name, Of.NAMESPACE)
-            if not self._in_messages():
+            reading.join(target.name, Of.NAMESPACE)
+            if not reading.in_messages():
                 self._outer.add(target.name)
             for pair in value.kwargs:
-                self._set(pair.key, self._value(pair.value))
+                reading.set_attribute(pair.key, self._expressions.value(pair.value))
             return
-        number = self._number(value)
+        number = self._expressions.number(value)
         if number is not None or labels & Of.PLACE:
-            earlier = self._numbers.get(key, number)
-            self._numbers[key] = number if earlier == number else None
-        self._join(target.name, labels)
-
-    def _in_messages(self) -> bool:
-        return bool(self._macro) or any(loop & Of.MESSAGES for loop, _ in self._loops)
-
-    def _set(self, attribute: str, labels: Of) -> None:
-        self._attributes[attribute] = self._attributes.get(attribute, Of.NOTHING) | labels
+            earlier = reading.numbers.get(key, number)
+            reading.numbers[key] = number if earlier == number else None
+        reading.join(target.name, labels)
 
     def _assign_attribute(self, target: nodes.NSRef, labels: Of, value: nodes.Node | None) -> None:
-        if not (self._in_messages() and self._scope(target.name) == 0 and target.name in self._outer):
-            self._set(target.attr, labels | Of.NUMBER if self._repeats(value) else labels)
+        reading = self._reading
+        if not (reading.in_messages() and reading.scope(target.name) == 0 and target.name in self._outer):
+            if reading.loops and isinstance(value, nodes.Add | nodes.Sub | nodes.Mul):
+                sides = (value.left, value.right)
+                if any(isinstance(side, nodes.Const) and isinstance(side.value, int | float) for side in sides):
+                    labels |= Of.NUMBER  # it is added up, in a loop whose length no kind tells
+            reading.set_attribute(target.attr, labels)
             return
-        slot = self._slots.setdefault(target.attr, Slot())
-        number = self._number(value)
+        slot = reading.slots.setdefault(target.attr, Slot())
+        number = self._expressions.number(value)
         if isinstance(value, nodes.Const):
             slot.constants.add((type(value.value), value.value))
-            slot.other = slot.other or self._depends_on_other_slots(target.attr)
-            slot.reset |= not self._macro and not self._tests[self._loop_tests :] and len(self._loops) == 1
-        elif number is not None and number[0] == "place" and number[1] in (0, 1) and self._is_of_a_user():
+            slot.other = slot.other or reading.depends_on_other_slots(target.attr)
+            slot.reset |= not reading.macro and not reading.tests[self._loop_tests :] and len(reading.loops) == 1
+        elif number is not None and number[0] == "place" and number[1] in (0, 1) and reading.is_of_a_user():
             slot.places = True
         elif labels & TEXT and not labels & (COUNTED | Of.STATE):
-            self._set(target.attr, labels | Of.STATE)
+            reading.set_attribute(target.attr, labels | Of.STATE)
             return
         else:
             slot.other = True
-
-    def _repeats(self, value: nodes.Node | None) -> bool:
-        """Whether a value is a sum with a number, in a loop whose length no kind tells."""
-        if not (self._loops and isinstance(value, nodes.Add | nodes.Sub | nodes.Mul)):
-            return False
-        sides = (value.left, value.right)
-        return any(isinstance(side, nodes.Const) and isinstance(side.value, int | float) for side in sides)
-
-    def _depends_on_other_slots(self, attribute: str) -> bool:
-        for test, _, labels in self._tests:
-            if labels & Of.STATE:
-                return True
-            if labels & Of.LATCH:
-                names = {node.attr for node in [test, *test.find_all(nodes.Getattr)] if isinstance(node, nodes.Getattr)}
-                if names & set(self._slots) - {attribute}:
-                    return True
-        return any(labels & Of.LATER for _, _, labels in self._tests)
-
-    def _is_of_a_user(self) -> bool:
-        """Whether the current node is reached for each message of a user and no other; going backwards, for the last
-        one."""
-        if not self._loops[-1][1] and any(labels & (Of.LATCH | Of.STATE) for _, _, labels in self._tests):
-            return False
-        return any(holds and any(map(_says_user, conjuncts(test))) for test, holds, _ in self._tests)
-
-
-def _says_user(test: nodes.Node) -> bool:
-    """Whether a test is `message.role == "user"`."""
-    if not (isinstance(test, nodes.Compare) and len(test.ops) == 1 and test.ops[0].op == "eq"):
-        return False
-    left, right = test.expr, test.ops[0].expr
-    key = left.attr if isinstance(left, nodes.Getattr) else getattr(getattr(left, "arg", None), "value", None)
-    return key == "role" and isinstance(right, nodes.Const) and right.value == "user"
