@@ -84,9 +84,9 @@ def _read(sources: tuple[str, ...], variables: tuple[tuple[str, Any], ...], in_p
     by_source = [_Statements(make_environment().parse(source), dict(variables), in_parts).keys for source in sources]
     merged: dict[str, Any] = {}
     for field in TemplateKeys.__struct_fields__:
-        found = [getattr(keys, field) for keys in by_source]
-        lists = isinstance(found[0], tuple)
-        merged[field] = tuple(dict.fromkeys(chain.from_iterable(found))) if lists else any(found)
+        values = [getattr(keys, field) for keys in by_source]
+        lists = isinstance(values[0], tuple)
+        merged[field] = tuple(dict.fromkeys(chain.from_iterable(values))) if lists else any(values)
     return TemplateKeys(**merged)
 
 
@@ -143,11 +143,9 @@ class _Statements:
             reading.refuse("it writes contents cut or changed, depending on later messages")
         if reading.writes_latch and any(slot.places for slot in reading.slots.values()):
             reading.refuse("what it writes for a message depends on earlier messages and on later ones")
+        noted: dict[str, Any] = {field: getattr(reading, field) for field in TemplateKeys.__struct_fields__}
         self.keys = TemplateKeys(
-            **{
-                field: tuple(found) if isinstance(found := getattr(reading, field), dict) else found
-                for field in TemplateKeys.__struct_fields__
-            }
+            **{field: tuple(value) if isinstance(value, dict) else value for field, value in noted.items()}
         )
 
     def _statements(self, body: Iterable[nodes.Node]) -> None:
