@@ -42,13 +42,11 @@ def separately(load: Load) -> LoadAll:
     return load_all
 
 
-def from_disk(path: str, version: int, load_format: str | None = None) -> Load:
+def from_disk(path: str, version: int) -> Load:
     """A function that loads the weights of a folder on a server."""
 
     async def load(server: Server, flush: bool) -> None:
         body: dict[str, Any] = {"model_path": path, "weight_version": str(version), "flush_cache": flush}
-        if load_format is not None:
-            body["load_format"] = load_format
         reply = await server.json("POST", "/update_weights_from_disk", body, timeout=UPDATE_SECONDS)
         if not reply.get("success"):
             raise BackendError(f"{server.url}: {reply.get('message')}", kind="update_failed")
@@ -124,7 +122,7 @@ class AllServers:
             log.debug("a call was not needed, or not possible", server=server.url, path=path, reason=str(error))
 
 
-class Adapters:
+class LoadedAdapters:
     """The LoRA adapters that every server has. A request names one; one that names none gets the base model."""
 
     def __init__(self, servers: AllServers) -> None:
@@ -140,11 +138,11 @@ class Adapters:
         """Names of the adapters that were loaded here."""
         return list(self._calls)
 
-    async def load(self, name: str, path: str, *, pinned: bool) -> None:
+    async def load(self, name: str, path: str) -> None:
         """See `Control.load_adapter`."""
         if name in self._calls:
             await self.unload(name)
-        call = {"lora_name": name, "lora_path": str(path), "pinned": pinned}
+        call = {"lora_name": name, "lora_path": str(path)}
         asked: list[Server] = []
         # A server that comes back meanwhile does not know of this adapter: it is asked as well.
         while (servers := [server for server in self._servers.reachable() if server not in asked]) or not asked:
@@ -236,7 +234,7 @@ class Control:
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
         self.servers = AllServers(pool)
-        self.adapters = Adapters(self.servers)
+        self.adapters = LoadedAdapters(self.servers)
         self.memory = KeptMemory()
         self.expected: str | None = None
         """Name of the weights that every request sent from now on must be sampled with; None: not known."""
@@ -295,9 +293,7 @@ class Control:
 
     # -- weights
 
-    async def update_weights_from_disk(
-        self, path: str, version: int, *, mode: PauseMode = "retract", load_format: str | None = None
-    ) -> None:
+    async def update_weights_from_disk(self, path: str, version: int, *, mode: PauseMode = "retract") -> None:
         """Load weights on every server, and have its replies carry `version` from there on.
 
         Pauses sampling unless it is paused already. Prefixes that were computed with the old weights are
@@ -309,13 +305,12 @@ class Control:
             path: a folder that every server can read.
             version: not negative; a training step, say.
             mode: what becomes of replies that are being sampled.
-            load_format: SGLang's; its own choice when left out.
 
         Raises:
             BackendError: a server refused them (kind `update_failed`), or no server is there (kind `no_server`). A
                 server that dies meanwhile is out of the pool, and is given them before it comes back; the others go on.
         """
-        load = separately(from_disk(str(path), version, load_format))
+        load = separately(from_disk(str(path), version))
         await self.update_weights(load, version, source=f"weights from {path}", mode=mode)
 
     async def update_weights(
@@ -397,13 +392,12 @@ class Control:
 
     # -- adapters
 
-    async def load_adapter(self, name: str, path: str, *, pinned: bool = False) -> None:
+    async def load_adapter(self, name: str, path: str) -> None:
         """Load a LoRA adapter on every server.
 
         Args:
             name: how requests call it. A name that is loaded already is replaced.
             path: a folder that every server can read.
-            pinned: keep it in the servers' memory.
 
         Raises:
             BackendError: a server refused it (was it started with `--enable-lora`?); it is loaded nowhere. Or no server
@@ -411,7 +405,7 @@ class Control:
         """
         async with self._changing:
             await self.memory.resume()
-            await self.adapters.load(name, path, pinned=pinned)
+            await self.adapters.load(name, path)
 
     async def unload_adapter(self, name: str) -> None:
         """Unload an adapter on all servers.

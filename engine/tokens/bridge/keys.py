@@ -143,10 +143,11 @@ class _Statements:
             reading.refuse("it writes contents cut or changed, depending on later messages")
         if reading.writes_latch and any(slot.places for slot in reading.slots.values()):
             reading.refuse("what it writes for a message depends on earlier messages and on later ones")
-        noted: dict[str, Any] = {field: getattr(reading, field) for field in TemplateKeys.__struct_fields__}
-        self.keys = TemplateKeys(
-            **{field: tuple(value) if isinstance(value, dict) else value for field, value in noted.items()}
-        )
+        fields: dict[str, Any] = {}
+        for field in TemplateKeys.__struct_fields__:
+            noted = getattr(reading, field)
+            fields[field] = tuple(noted) if isinstance(noted, dict) else noted
+        self.keys = TemplateKeys(**fields)
 
     def _statements(self, body: Iterable[nodes.Node]) -> None:
         reading = self._reading

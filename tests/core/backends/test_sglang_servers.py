@@ -107,10 +107,10 @@ async def test_a_server_that_comes_back_with_old_weights_is_given_the_new_ones(c
 async def test_an_update_pauses_loads_and_goes_on_in_this_order(chat_format: ChatTemplate) -> None:
     async with cluster(chat_format, 2) as it:
         await it.backend.control.update_weights_from_disk("/w/1", 1)
-        await it.backend.control.update_weights_from_disk("/w/2", 2, mode="in_place", load_format="safetensors")
+        await it.backend.control.update_weights_from_disk("/w/2", 2, mode="in_place")
         goes_on = ("/continue_generation", {"torch_empty_cache": False})
         first = {"model_path": "/w/1", "weight_version": "1", "flush_cache": True}
-        second = {"model_path": "/w/2", "weight_version": "2", "flush_cache": False, "load_format": "safetensors"}
+        second = {"model_path": "/w/2", "weight_version": "2", "flush_cache": False}
         for fake in it.fakes:
             assert fake.control == [
                 ("/pause_generation", {"mode": "retract"}),
@@ -126,7 +126,7 @@ async def test_adapters_are_loaded_everywhere_and_named_in_requests(chat_format:
     async with cluster(chat_format, 2) as it:
         await it.backend.control.load_adapter("tutor", "/a/tutor")
         assert it.backend.control.adapters.names == ["tutor"]
-        load = ("/load_lora_adapter", {"lora_name": "tutor", "lora_path": "/a/tutor", "pinned": False})
+        load = ("/load_lora_adapter", {"lora_name": "tutor", "lora_path": "/a/tutor"})
         assert [fake.control for fake in it.fakes] == [[load]] * 2
         it.fake.keep = it.fakes[1].keep = True
         await it.backend.generate(request(adapter="tutor"))
