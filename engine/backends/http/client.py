@@ -13,6 +13,7 @@ import os
 import socket
 import ssl
 from collections import deque
+from itertools import groupby
 from typing import Any, cast
 from urllib.parse import urlsplit
 
@@ -23,6 +24,8 @@ from engine.masking import remember
 
 _READ_BYTES = 256 * 1024
 """Bytes that are read at once."""
+_LONG_PIECE = 64 * 1024
+"""A piece of a request with so many bytes is not joined with others."""
 _OUTBOX = 8
 """Maximum number of requests that wait for the end of the loop's round: many replies at once make a round long."""
 
@@ -35,7 +38,7 @@ class HttpCall:
     def __init__(self, pieces: tuple[bytes, ...] = (), most: int = MAX_BODY) -> None:
         """
         Args:
-            pieces: The whole request; they are joined when they are sent.
+            pieces: The whole request.
             most: Maximum size of the reply's body in bytes.
         """
         self.pieces = pieces
@@ -49,7 +52,7 @@ class HttpCall:
         self.fresh = False
         """It goes to a new connection, because the server had closed an idle one."""
 
-    def received(self, status: int, body: bytes, retry_after: float | None, head: bytes) -> bool:
+    def received(self, status: int, body: bytes | bytearray, retry_after: float | None, head: bytes) -> bool:
         """Take the whole reply, in the callback in which its bytes arrive. It must not raise.
 
         Returns:
@@ -71,16 +74,26 @@ class SharedBuffer:
     def __init__(self) -> None:
         self.bytes = bytearray(_READ_BYTES)
         self.view = memoryview(self.bytes)
-        self.outbox: list[tuple[Connection, HttpCall, bytes]] = []
+        self.outbox: list[tuple[Connection, HttpCall]] = []
         """The requests of one round of the event loop, which are sent together at its end. Sending wakes a sleeping
         server; many requests in a row wake it once."""
 
     def send_all(self) -> None:
         """Send the waiting requests, except those that were given up."""
         outbox, self.outbox = self.outbox, []
-        for connection, call, data in outbox:
+        for connection, call in outbox:
             if connection.call is call and not call.over.done() and connection.transport is not None:
-                connection.transport.write(data)
+                _write(connection.transport, call.pieces)
+
+
+def _write(transport: asyncio.Transport, pieces: tuple[bytes, ...]) -> None:
+    """Send a whole request. Only its short pieces are joined, and nothing of it is kept until the reply arrives."""
+    if max(map(len, pieces)) < _LONG_PIECE:
+        transport.write(b"".join(pieces))
+        return
+    for is_long, group in groupby(pieces, lambda piece: len(piece) >= _LONG_PIECE):
+        for data in group if is_long else (b"".join(group),):
+            transport.write(data)
 
 
 class Connection(asyncio.BufferedProtocol):
@@ -102,15 +115,14 @@ class Connection(asyncio.BufferedProtocol):
         """The connection takes no more requests."""
 
     def send(self, call: HttpCall) -> None:
-        """Send a whole request. The pieces are joined here, so that the joined bytes are not kept until the reply
-        arrives."""
+        """Send a whole request, at the latest at the end of the loop's round."""
         assert self.call is None, "a connection serves one request at a time"
         self._reader.start(call.most)
         self.call = call
         outbox = self._buffer.outbox
         if not outbox:
             asyncio.get_running_loop().call_soon(self._buffer.send_all)
-        outbox.append((self, call, b"".join(call.pieces)))
+        outbox.append((self, call))
         if len(outbox) >= _OUTBOX:
             self._buffer.send_all()
 
@@ -188,7 +200,7 @@ class Connection(asyncio.BufferedProtocol):
             self.close()
         self._owner.ended(self, usable=usable and not self.closing)
         wait = None if reader.retry_after is None else retry_seconds(reader.retry_after)
-        if not call.received(reader.status, bytes(body), wait, reader.head):
+        if not call.received(reader.status, body, wait, reader.head):
             self.close()
 
 
@@ -378,9 +390,9 @@ class _AwaitedCall(HttpCall):
 
     __slots__ = ()
 
-    def received(self, status: int, body: bytes, retry_after: float | None, head: bytes) -> bool:
+    def received(self, status: int, body: bytes | bytearray, retry_after: float | None, head: bytes) -> bool:
         if not self.over.done():
-            self.over.set_result(HttpReply(status, body, retry_after, head))
+            self.over.set_result(HttpReply(status, bytes(body), retry_after, head))
         return True
 
     def lost(self, failure: HttpFailure) -> None:

@@ -135,6 +135,10 @@ class ReplyReader:
                         self._left, self.body = count - end - 4, body
                         return True
                 return self._take_head(head, body)
+        if self._left > count and self._chunks is None:  # the middle of a long body
+            self._collect(view[:count])
+            self._left -= count
+            return False
         return self._take(bytes(view[:count]))
 
     def end(self) -> bool:
@@ -195,7 +199,7 @@ class ReplyReader:
         self.surplus = bool(rest)
         return True
 
-    def _collect(self, data: bytes) -> None:
+    def _collect(self, data: bytes | memoryview) -> None:
         self._hold(len(data))
         if self._collected is None:
             self._collected = bytearray(data)

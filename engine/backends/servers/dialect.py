@@ -93,7 +93,7 @@ class Dialect(Struct, frozen=True, kw_only=True):
     """With `ignore_eos`, stop ids would still end a reply: none are sent."""
 
     # -- a reply
-    fields: Callable[[bytes, EncodedRequest], ReplyFields]
+    fields: Callable[[bytes | bytearray, EncodedRequest], ReplyFields]
     """Where things stand in a reply. It raises `ReplyError`, `msgspec.DecodeError`, `ValueError` or `IndexError` where
     they do not."""
     lowest: float | None = None

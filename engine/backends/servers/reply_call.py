@@ -136,14 +136,14 @@ class ReplyCall(HttpCall):
         """The newest request's id."""
         return self._sent.rid
 
-    def received(self, status: int, body: bytes, retry_after: float | None, head: bytes) -> bool:
+    def received(self, status: int, body: bytes | bytearray, retry_after: float | None, head: bytes) -> bool:
         """Read the reply to a request. See `HttpCall.received`."""
         backend, server = self._backend, self._end_request()
         try:
             part: ReplyPart | Exception = (
                 read_reply(backend.dialect, body, self._sent, backend.encoder.vocab_size)
                 if status == 200
-                else refusal(server.url, HttpReply(status, body, retry_after))
+                else refusal(server.url, HttpReply(status, bytes(body), retry_after))
             )
         except Exception as error:  # noqa: BLE001  (the caller gets it, not the event loop)
             part = error

@@ -1,8 +1,8 @@
 """A generation request -> the text that a server takes; its reply -> checked ids and log-probs, joined where it was
 interrupted.
 
-A prompt grows from turn to turn, so the JSON text of its ids is kept and only the new ids are encoded: the cost of a
-turn does not depend on its length.
+A prompt grows from turn to turn, so the JSON text of its ids is kept in pieces and only the new ids are encoded and
+checked; a byte of it is copied again only when its text has doubled.
 
 Invariants:
 - The text that is sent holds exactly `input_ids`, and all of them lie in the vocabulary.
@@ -46,8 +46,10 @@ class EncodedRequest(msgspec.Struct, frozen=True):
 
     pieces: tuple[bytes, ...]
     rid: str
-    prompt: bytes
-    """The prompt's ids as JSON, without the brackets; the server must echo them."""
+    prompt: tuple[bytes, ...]
+    """The prompt's ids as JSON, without the brackets, in pieces; the server must echo them."""
+    prompt_bytes: int
+    """Size of these pieces together."""
     ids: np.ndarray
     """The same as int32 [tokens]. What is sent instead, where there are images, holds one placeholder for each."""
     max_new_tokens: int
@@ -56,11 +58,19 @@ class EncodedRequest(msgspec.Struct, frozen=True):
     layout: ExpertLayout | None = None
     """With `experts_from`: the sizes that they must have."""
 
+    def is_prompt(self, text: bytes | bytearray, start: int, end: int) -> bool:
+        """Whether text[start:end] is the prompt's JSON."""
+        for piece in self.prompt:
+            if not text.startswith(piece, start):
+                return False
+            start += len(piece)
+        return start == end
+
     @property
     def most(self) -> int:
         """Bytes that a reply may have: the prompt's ids, the sampled tokens with id, log-prob and text, experts, and
         the rest."""
-        plain = _META_BYTES + 2 * len(self.prompt) + _TOKEN_BYTES * self.max_new_tokens
+        plain = _META_BYTES + 2 * self.prompt_bytes + _TOKEN_BYTES * self.max_new_tokens
         if self.experts_from is None or self.layout is None:
             return plain
         tokens = len(self.ids) + self.max_new_tokens - self.experts_from
@@ -70,8 +80,10 @@ class EncodedRequest(msgspec.Struct, frozen=True):
 class _Known(msgspec.Struct, frozen=True):
     ids: np.ndarray
     """Of a prompt that was sent: the tape's own where they are read-only, since what is on a tape is never changed."""
-    text: bytes
-    """Their JSON, without the brackets."""
+    text: tuple[bytes, ...]
+    """Their JSON, without the brackets: each piece is more than twice as long as the next."""
+    size: int
+    """Bytes that both take."""
 
 
 class RequestEncoder:
@@ -151,16 +163,17 @@ class RequestEncoder:
             b"%b%d" % (self._seed_field, request.seed) if self.seeded else b"",
         )
         return EncodedRequest(
-            (self._head % msgspec.json.encode(rid), sent, tail),
+            (self._head % msgspec.json.encode(rid), *sent, tail),
             rid,
             prompt,
+            sum(map(len, prompt)),
             ids,
             max_new_tokens,
             request.experts_from,
             self._layout,
         )
 
-    def _with_images(self, request: GenerateRequest, ids: np.ndarray) -> tuple[bytes, bytes]:
+    def _with_images(self, request: GenerateRequest, ids: np.ndarray) -> tuple[tuple[bytes, ...], bytes]:
         """The ids of a prompt with images as they are sent, and the fields with its images."""
         raise BackendError(
             f"{self.dialect.servers} takes no images with a prompt of token ids: use `backend: {{kind: sglang}}` or "
@@ -172,14 +185,13 @@ class RequestEncoder:
         """Drop the prompt of an episode that has ended."""
         prompt = self._known.pop(episode_id, None)
         if prompt is not None:
-            self._used -= prompt.ids.nbytes + len(prompt.text)
+            self._used -= prompt.size
 
-    def _prompt(self, episode_id: str, ids: np.ndarray) -> bytes:
-        tail, text = ids, b""
-        if (before := self._known.get(episode_id)) is not None:
-            size = before.ids.size
-            if before.ids.tobytes() == ids[:size].tobytes():  # as bytes: a fifth of the cost
-                tail, text = ids[size:], before.text
+    def _prompt(self, episode_id: str, ids: np.ndarray) -> tuple[bytes, ...]:
+        tail: np.ndarray = ids
+        text: tuple[bytes, ...] = ()
+        if (before := self._known.get(episode_id)) is not None and _begins_with(ids, before.ids):
+            tail, text = ids[before.ids.size :], before.text
         if tail.size:
             if np.maximum.reduce(tail.view(np.uint32)) >= self.vocab_size:  # a negative one is the largest
                 at = int(np.flatnonzero(tail.view(np.uint32) >= self.vocab_size)[0])
@@ -188,16 +200,15 @@ class RequestEncoder:
                     f"[0, {self.vocab_size}), and such an id can end the server",
                     kind="bad_prompt",
                 )
-            new = msgspec.json.encode(tail.tolist())[1:-1]
-            text = b"%b,%b" % (text, new) if text else new
-        self._remember(episode_id, _Known(ids.copy() if ids.flags.writeable else ids, text))
+            text = _longer(text, msgspec.json.encode(tail.tolist())[1:-1])
+        self._remember(episode_id, ids.copy() if ids.flags.writeable else ids, text)
         return text
 
-    def _remember(self, episode_id: str, known: _Known) -> None:
-        if (before := self._known.pop(episode_id, None)) is not None:
-            self._used -= before.ids.nbytes + len(before.text)
-        self._known[episode_id] = known
-        self._used += known.ids.nbytes + len(known.text)
+    def _remember(self, episode_id: str, ids: np.ndarray, text: tuple[bytes, ...]) -> None:
+        self.forget(episode_id)
+        size = ids.nbytes + sum(map(len, text))
+        self._known[episode_id] = _Known(ids, text, size)
+        self._used += size
         while self._used > self._memory and len(self._known) > 1:
             self.forget(next(iter(self._known)))
 
@@ -218,6 +229,26 @@ class RequestEncoder:
     def _dump(self, sampling: SamplingParams, request: GenerateRequest) -> bytes:
         fields = self.dialect.sampling_fields(sampling, request.stop_token_ids, request.banned_token_ids)
         return msgspec.json.encode(fields)[1:-1]
+
+
+def _begins_with(ids: np.ndarray, before: np.ndarray) -> bool:
+    """Whether a prompt begins with an earlier one. Read-only views of one buffer are a tape's, which only grows: they
+    are not compared."""
+    if ids.base is before.base is not None and not ids.flags.writeable and not before.flags.writeable:
+        same_start = ids.__array_interface__["data"] == before.__array_interface__["data"]
+        return same_start and ids.size >= before.size
+    return before.tobytes() == ids[: before.size].tobytes()  # as bytes: a fifth of the cost
+
+
+def _longer(text: tuple[bytes, ...], new: bytes) -> tuple[bytes, ...]:
+    """Pieces of JSON and the next one. A byte is copied as many times as its text doubles."""
+    if not text:
+        return (new,)
+    pieces = [*text, b",%b" % new]
+    while len(pieces) > 1 and len(pieces[-2]) <= 2 * len(pieces[-1]):
+        last = pieces.pop()
+        pieces[-1] += last
+    return tuple(pieces)
 
 
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
@@ -270,7 +301,7 @@ class PromptMismatch(BackendError):
         )
 
 
-def read_reply(dialect: Dialect, body: bytes, sent: EncodedRequest, vocab_size: int) -> ReplyPart:
+def read_reply(dialect: Dialect, body: bytes | bytearray, sent: EncodedRequest, vocab_size: int) -> ReplyPart:
     """Read the reply to a request and check it against the request.
 
     Raises:

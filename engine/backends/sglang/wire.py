@@ -44,7 +44,7 @@ class Encoder(RequestEncoder):
         super().__init__(SGLANG, **options)
         self._vision, self._features = vision, features
 
-    def _with_images(self, request: GenerateRequest, ids: np.ndarray) -> tuple[bytes, bytes]:
+    def _with_images(self, request: GenerateRequest, ids: np.ndarray) -> tuple[tuple[bytes, ...], bytes]:
         """The ids with one placeholder an image, which the server expands itself; `image_data` and `mm_hashes`."""
         if self._vision is None or len(request.images) != len(request.image_spans):
             raise BackendError(
@@ -109,11 +109,12 @@ _flat_decoder = msgspec.json.Decoder(list[float | int | None])
 _rows_decoder = msgspec.json.Decoder(list[tuple[float | None, int, Any]])
 
 
-def reply_fields(body: bytes, sent: EncodedRequest) -> ReplyFields:
+def reply_fields(body: bytes | bytearray, sent: EncodedRequest) -> ReplyFields:
     """See `Dialect.fields`. The echo comes last: where it is ours, to the byte, it is not parsed."""
-    end = len(body) - len(sent.prompt) - 2
-    start = end - _ECHO_SIZE
-    same = start > 0 and body.startswith(_ECHO, start) and body.startswith(sent.prompt, end) and body.endswith(b"]}")
+    end = len(body) - 2
+    at = end - sent.prompt_bytes
+    start = at - _ECHO_SIZE
+    same = start > 0 and body.startswith(_ECHO, start) and sent.is_prompt(body, at, end) and body.endswith(b"]}")
     reply = _decoder.decode(body[:start] + b"}" if same else body)
     meta, echo = reply.meta_info, reply.prompt_token_ids
     logprobs, logprob_ids = _columns(meta.output_token_logprobs)

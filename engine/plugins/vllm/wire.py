@@ -48,12 +48,12 @@ _decoder = msgspec.json.Decoder(_Reply)
 _ids_decoder = msgspec.json.Decoder(list[int])
 
 
-def reply_fields(body: bytes, sent: EncodedRequest) -> ReplyFields:
+def reply_fields(body: bytes | bytearray, sent: EncodedRequest) -> ReplyFields:
     """See `Dialect.fields`. A server before 0.10.2 has ids only in the names of the log-probs."""
     reply = _decoder.decode(body)
     choice, usage = reply.choices[0], reply.usage
     echo, names, ids = bytes(choice.prompt_token_ids), choice.logprobs.tokens, choice.token_ids
-    same = echo == b"[%b]" % sent.prompt
+    same = echo[:1] == b"[" and sent.is_prompt(echo, 1, len(echo) - 1) and echo[-1:] == b"]"
     if ids is None:
         ids = [int(name.removeprefix(_TOKEN)) for name in names]
     matched = choice.stop_reason

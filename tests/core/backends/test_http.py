@@ -81,6 +81,19 @@ async def test_a_request_is_sent_whole_with_its_headers() -> None:
     ]
 
 
+async def test_long_pieces_and_long_replies_keep_their_order() -> None:
+    long = [bytes([65 + number]) * 300_000 for number in range(4)]
+    body = (b"(", long[0], b"+", b"+", long[1], long[2], b"", b")")
+    answer = [b"HTTP/1.1 200 OK\r\nContent-Length: 600002\r\n\r\n<", long[3], long[0], b">"]
+    async with serving(answer, OK) as (raw, client):
+        assert whole(await client.request("POST", "/generate", *body)) == (
+            200,
+            b"".join([b"<", long[3], long[0], b">"]),
+        )
+        assert whole(await client.request("POST", "/generate", b"1")) == (200, b"ok")
+    assert raw.requests[0].partition(b"\r\n\r\n")[2] == b"".join(body)
+
+
 async def test_a_connection_is_used_again() -> None:
     async with serving(OK, OK, OK) as (raw, client):
         for _ in range(3):

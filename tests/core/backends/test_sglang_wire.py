@@ -12,10 +12,12 @@ from generate_requests import generate_request
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.backends.servers import wire
 from engine.backends.servers.wire import EncodedRequest, PromptMismatch, ReplyError, read_reply
 from engine.backends.sglang.wire import SGLANG, Encoder, version_number
 from engine.errors import BackendError
 from engine.schemas.generation import FinishReason, GenerateRequest, SamplingParams, VersionSpan
+from engine.tokens.tape import Tape
 
 VOCAB = 1000
 
@@ -137,7 +139,7 @@ def test_the_text_spells_exactly_the_ids_whatever_came_before(
         prompts[episode] = prompt
         made = encode(encoder, request(prompt, episode=episode))
         assert body(made)["input_ids"] == prompt
-        assert made.prompt == ",".join(map(str, prompt)).encode()
+        assert b"".join(made.prompt) == ",".join(map(str, prompt)).encode()
 
 
 def test_no_more_is_remembered_than_allowed() -> None:
@@ -149,6 +151,60 @@ def test_no_more_is_remembered_than_allowed() -> None:
     encoder.forget("49")
     encoder.forget("never there")
     assert encoder._used == 4 * 179
+
+
+def on_tape(encoder: Encoder, tape: Tape) -> EncodedRequest:
+    asked = request([1])
+    return encoder.encode(asked, "r", tape.ids, asked.max_new_tokens)
+
+
+@pytest.mark.parametrize("context", [100, 100_000])
+def test_what_a_turn_encodes_depends_on_its_new_tokens_alone(context: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    encoder, tape, compared, encoded = Encoder(vocab_size=VOCAB, seeded=False), Tape(VOCAB), 0, 0
+    dump, begins_with = wire._longer, wire._begins_with
+
+    def longer(text: tuple[bytes, ...], new: bytes) -> tuple[bytes, ...]:
+        nonlocal encoded
+        encoded += len(new) + 1
+        return dump(text, new)
+
+    def begins(ids: np.ndarray, before: np.ndarray) -> bool:
+        nonlocal compared
+        compared += 4 * before.size * (ids.base is not before.base)
+        return begins_with(ids, before)
+
+    monkeypatch.setattr(wire, "_longer", longer)
+    monkeypatch.setattr(wire, "_begins_with", begins)
+    tape.append("prompt", [7] * context)
+    text = on_tape(encoder, tape).prompt
+    encoded = copied = 0
+    for _ in range(200):
+        tape.append("bridge", [11] * 20)
+        kept, text = {id(piece) for piece in text}, on_tape(encoder, tape).prompt
+        copied += sum(len(piece) for piece in text if id(piece) not in kept)
+    assert encoded == 200 * 20 * 3
+    assert b"".join(text) == b",".join([b"7"] * context + [b"11"] * 4000)
+    grown = max(2 * context, 8 * 4000 * 3)  # of a short text the pieces double; a long one is joined at most once
+    assert copied <= grown
+    assert compared <= 4 * grown
+
+
+def test_a_tape_that_was_cut_is_compared_again() -> None:
+    encoder, tape = Encoder(vocab_size=VOCAB, seeded=False), Tape(VOCAB)
+    tape.append("prompt", [1, 2, 3])
+    mark = tape.mark()
+    tape.append("bridge", [4, 5])
+    assert body(on_tape(encoder, tape))["input_ids"] == [1, 2, 3, 4, 5]
+    tape.cut(mark)
+    tape.append("bridge", [6, 7, 8])
+    assert body(on_tape(encoder, tape))["input_ids"] == [1, 2, 3, 6, 7, 8]
+
+
+def test_views_of_one_buffer_that_begin_elsewhere_are_other_prompts() -> None:
+    encoder, ids = Encoder(vocab_size=VOCAB, seeded=False), np.arange(8, dtype=np.int32)
+    ids.flags.writeable = False
+    for part in (ids[:4], ids[2:], ids[:3], ids[:8]):
+        assert body(encoder.encode(request([1]), "r", part, 8))["input_ids"] == part.tolist()
 
 
 # -- back

@@ -61,7 +61,7 @@ def test_one_placeholder_an_image_is_sent_and_the_expanded_ids_are_expected(visi
     assert uri == vision.bank.scaled_uri(digest_of(FIRST))
     assert pil(b64decode(uri.partition(",")[2])).size == (56, 56)  # the grid's 4 x 4 patches of 14 pixels
     assert sent.ids.tolist() == [5, marker, marker, marker, marker, 6]
-    assert json.loads(b"[" + sent.prompt + b"]") == sent.ids.tolist()
+    assert json.loads(b"[" + b"".join(sent.prompt) + b"]") == sent.ids.tolist()
     assert body["sampling_params"]["logit_bias"] == {str(token): -1e9 for token in vision.banned}
     longer = request(vision, [5, marker, 6, 7, 8, marker, 9], FIRST, SECOND)
     # what was sampled of an interrupted reply goes behind the prompt
