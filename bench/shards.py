@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import closing
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -182,7 +183,8 @@ def trained(folder: Path) -> Any:
     """Sum of trained tokens, by a filter that holds for all."""
     with listing(folder) as found:
         found.totals("episode.trained >= 0")
-        return found._index.connection.execute("SELECT sum(trained) FROM episodes").fetchone()[0]
+        ((trained,),) = chain(*found._each("SELECT sum(s.trained) {}", None))
+        return trained
 
 
 def _once(folder: Path) -> str:

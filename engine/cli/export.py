@@ -338,7 +338,6 @@ def _write(
 
 def _partly_done(store: RunReader) -> int:
     """Return the number of tasks with both finished and unfinished episodes."""
-    done: dict[str, set[bool]] = {}
-    for row in store.episodes():
-        done.setdefault(row.task_id, set()).add(row.status == "done")
-    return sum(len(states) == 2 for states in done.values())
+    groups = "SELECT 1 FROM episodes GROUP BY task_index, task_id HAVING count(DISTINCT status = 'done') = 2"
+    with store.snapshot() as connection:
+        return int(connection.execute(f"SELECT count(*) FROM ({groups})").fetchone()[0])

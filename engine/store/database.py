@@ -20,6 +20,7 @@ from typing import Any
 from urllib.parse import quote
 
 from engine.errors import StoreError
+from engine.store import summaries
 from engine.store.ended import FILE as ENDED
 from engine.store.ended import noted
 from engine.store.private import private_file
@@ -106,7 +107,7 @@ def create_tables(path: Path) -> None:
             connection.execute(f"PRAGMA page_size = {_PAGE}")
             connection.execute("PRAGMA journal_mode = WAL")
             connection.executescript(
-                f"BEGIN;{_TABLES}PRAGMA application_id = {APPLICATION_ID};PRAGMA user_version = "
+                f"BEGIN;{_TABLES}{summaries.TABLE};PRAGMA application_id = {APPLICATION_ID};PRAGMA user_version = "
                 f"{SCHEMA_VERSION};COMMIT;"
             )
         finally:
@@ -167,6 +168,7 @@ def connect_writer(path: Path) -> sqlite3.Connection:
         connection.execute("PRAGMA synchronous = NORMAL")
         connection.execute(f"PRAGMA wal_autocheckpoint = {_CHECKPOINT_PAGES}")
         connection.execute(f"PRAGMA journal_size_limit = {_WAL_BYTES}")
+        connection.execute(summaries.TABLE)  # a run of an older engine has none
     except sqlite3.Error as error:
         raise problem(path, error, "write") from error
     return connection

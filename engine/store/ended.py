@@ -108,12 +108,11 @@ def report_lost(folders: Sequence[Path], path: Path, connection: sqlite3.Connect
         connection: A connection to a table `episodes` with all episodes of the run.
     """
     lists = [_read(folder) for folder in folders]
-    if len(lists) == 1:  # the usual case, without reading each line: the last one is stored, and as many are done
-        (text,) = lists
-        done = connection.execute("SELECT count(*) FROM episodes WHERE status = 'done'").fetchone()[0]
-        last = _parsed([text[text.rfind(b"\n", 0, -1) + 1 :]])
-        if text.count(b"\n") <= done and not _lost(last, connection):
-            return
+    # the usual case, without reading each line: the last ones are stored, and as many are done
+    done = connection.execute("SELECT count(*) FROM episodes WHERE status = 'done'").fetchone()[0]
+    last = [_parsed([text[text.rfind(b"\n", 0, -1) + 1 :]]) for text in lists]
+    if sum(text.count(b"\n") for text in lists) <= done and not any(_lost(ends, connection) for ends in last):
+        return
     ended = _parsed([line for text in lists for line in text.splitlines()])
     lost = _lost(ended, connection)
     if lost and (path, len(lost)) not in _reported:
@@ -130,12 +129,9 @@ def report_lost(folders: Sequence[Path], path: Path, connection: sqlite3.Connect
 
 def _lost(ended: Mapping[str, int], connection: sqlite3.Connection) -> list[str]:
     """Return the ids of the ended episodes whose end, or a later attempt, is not stored."""
-    query = "SELECT id, attempt, status FROM episodes"
-    one = len(ended) == 1
-    rows = connection.execute(f"{query} WHERE id = ?" if one else query, tuple(ended) if one else ())
-    stored = {row[0]: row[1:] for row in rows}
+    query = "SELECT 1 FROM episodes WHERE id = ? AND (attempt > ? OR (attempt = ? AND status = 'done'))"
     return [
         episode
         for episode, attempt in ended.items()
-        if (row := stored.get(episode)) is None or row[0] < attempt or (row[0] == attempt and row[1] != "done")
+        if connection.execute(query, (episode, attempt, attempt)).fetchone() is None
     ]

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.errors import StoreError
 from engine.storable import stored_fields
-from engine.store import codec, database, dropped
+from engine.store import codec, database, dropped, summaries
 from engine.store.ended import Ended
 from engine.store.reading import ENTRY, journal_rows
 
@@ -155,6 +155,7 @@ def finish(
     connection.execute("INSERT INTO trajectories VALUES (?, ?, ?)", (number, attempt, encoded.trajectory))
     database.insert(connection, "branches", [(number, *row) for row in encoded.branches])
     database.insert(connection, "postings", [(number, *row) for row in encoded.postings])
+    connection.execute(summaries.INSERT, (number, attempt, *encoded.summary))
     outcome = trajectory.outcome
     failure = outcome.failure
     connection.execute(

@@ -42,6 +42,8 @@ closed."""
 _SCORED = "SELECT e.id, s.score FROM scored s JOIN episodes e ON e.number = s.episode WHERE s.label = ?"
 _PAGE = 64
 """Number of trajectories that are read at a time: a long read would prevent the writer from resetting its WAL."""
+_SUMMARIES = 512
+"""Number of summaries that are read at a time."""
 STORE = 2**32
 """Numbers of episodes from one of several stores of a run: those of the next begin `STORE` later."""
 
@@ -133,21 +135,33 @@ class RunReader:
         with self.snapshot() as connection:
             return space(connection)
 
-    def episodes(self, score: str | None = None) -> list[EpisodeRow]:
-        """Return a summary of every episode, in the order of tasks and samples; with `score`, the results of that
-        score.
+    def episodes(self, score: str | None = None) -> Iterator[EpisodeRow]:
+        """Yield a summary of every episode, in the order of tasks and samples, with some hundreds in memory at a time;
+        with `score`, the results of that score, of the episodes that it has.
 
         Raises:
             StoreError: the run has no such score.
         """
-        query = f"SELECT {EPISODE} FROM episodes ORDER BY task_index, sample_index, number"
-        with self.snapshot() as connection:
-            rows = [episode_row(row) for row in connection.execute(query)]
-            if score is None:
-                return rows
-            require(connection, score, self.run_id)
-            texts = dict(connection.execute(_SCORED, (score,)))
-        return [self._rescored(row, texts[row.id]) for row in rows if row.id in texts]
+        if score is not None:
+            self.score(score)
+        query = (
+            f"SELECT {EPISODE}, (SELECT score FROM scored WHERE label = ? AND episode = number) FROM episodes "
+            "WHERE (task_index, sample_index, number) > (?, ?, ?) ORDER BY task_index, sample_index, number "
+            f"LIMIT {_SUMMARIES}"
+        )
+        last = (-1, -1, -1)
+        while True:
+            with self.snapshot() as connection:
+                rows = connection.execute(query, (score, *last)).fetchall()
+            for *values, text in rows:
+                row = episode_row(tuple(values))
+                if score is None:
+                    yield row
+                elif text is not None:
+                    yield self._rescored(row, text)
+            if len(rows) < _SUMMARIES:
+                return
+            last = (row.task_index, row.sample_index, row.number)
 
     def episode(self, episode_id: str) -> EpisodeRow:
         """Return the summary of one episode.

@@ -27,6 +27,7 @@ from engine.schemas.reward import Posting
 from engine.schemas.trajectory import Branch, Span, Trajectory
 from engine.store.codec import ENCODER, array_bytes, array_from, damaged, json_of, plain_of, read_entry
 from engine.store.reading import ENTRY
+from engine.store.summaries import summary_of
 
 _BRANCH_COLUMNS = "branch, reason, tokens, spans, input_ids, logprobs, weight_versions"
 _POSTING_COLUMNS = 'seq, turn, name, delta, after, at_turn, op, cause, source, start, "end", "call"'
@@ -50,6 +51,8 @@ class EncodedTrajectory(msgspec.Struct, frozen=True, kw_only=True):
     """(branch, reason, tokens, spans, input_ids, logprobs, weight_versions)"""
     postings: list[tuple[Any, ...]]
     """(seq, turn, name, delta, after, at_turn, op, cause, source)"""
+    summary: tuple[Any, ...]
+    """From `summary_of`."""
 
     @property
     def size(self) -> int:
@@ -63,10 +66,13 @@ def encode_trajectory(trajectory: Trajectory) -> EncodedTrajectory:
     Raises:
         StoreError: the arrays of a branch do not match its spans.
     """
+    text = _trajectory_json(trajectory)
+    branches = [_write_branch(branch, trajectory.episode_id) for branch in trajectory.branches]
     return EncodedTrajectory(
-        trajectory=_trajectory_json(trajectory),
-        branches=[_write_branch(branch, trajectory.episode_id) for branch in trajectory.branches],
+        trajectory=text,
+        branches=branches,
         postings=[*map(_posting_columns, trajectory.postings)],
+        summary=summary_of(trajectory, [(row[2], row[6]) for row in branches]),
     )
 
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from engine.store.rows.columns import Columns
 
 _PUBLISHED = "published.jsonl"
-_COPIED = ("journal", "trajectories", "branches", "postings")
+_COPIED = ("journal", "trajectories", "branches", "postings", "summaries")
 
 
 class Publisher:

@@ -267,7 +267,7 @@ class ShardedRun(RunReader):
         if score is not None:
             raise StoreError(f"{self.run_id} has no score `{score}`: a sharded run has no scores; leave out --score")
 
-    def episodes(self, score: str | None = None) -> list[EpisodeRow]:
+    def episodes(self, score: str | None = None) -> Iterator[EpisodeRow]:
         """As in `RunReader`."""
         self._refuse(score)
         return super().episodes()

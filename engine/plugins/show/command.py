@@ -131,10 +131,13 @@ def _show_episode(folder: Path, name: str, score: str | None, *, tokens: bool, a
 def _find(store: RunReader, name: str) -> EpisodeRow:
     from engine.errors import StoreError
 
-    rows = store.episodes()
-    exact = [row for row in rows if row.id == name] or [row for row in rows if row.task_id == name]
-    if len(exact) == 1:
-        return exact[0]
-    if exact:
-        raise StoreError(f"task `{name}` has {len(exact)} episodes: {', '.join(row.id for row in exact[:8])}; name one")
-    return store.episode(name)
+    try:
+        return store.episode(name)
+    except StoreError:
+        samples = store.samples(name)
+        if len(samples) == 1:
+            return samples[0]
+        if not samples:
+            raise
+    names = ", ".join(row.id for row in samples[:8])
+    raise StoreError(f"task `{name}` has {len(samples)} episodes: {names}; name one")

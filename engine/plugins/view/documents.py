@@ -154,10 +154,8 @@ class Documents:
         }
 
     def prepare(self, patience: float) -> None:
-        """Read what filters and panels of tokens need, so that the first ones are fast. Safe to call in a thread of its
-        own.
-
-        The tokenizer is that of the first run of the list. It is loaded after the first answer, which it would delay.
+        """Load the tokenizer of the first run, which panels of tokens need, after the first answer, which it would
+        delay.
 
         Args:
             patience: Seconds to wait for the first answer at most.
@@ -165,7 +163,6 @@ class Documents:
         Raises:
             EngineError: a store cannot be read.
         """
-        self.listing.prepare()
         self.answered.wait(patience)
         if self.listing.sources:
             texts_of(self.listing.store(self.listing.sources[0].key))

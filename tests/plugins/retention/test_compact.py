@@ -77,7 +77,7 @@ def content(folder: Path) -> dict[str, Any]:
 
 def rows(folder: Path) -> list[Any]:
     with RunStore.open(folder, readonly=True) as store:
-        return store.episodes()
+        return [*store.episodes()]
 
 
 async def test_a_group_is_dropped_and_its_summary_stays(tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ def record(write: Callable[..., Path], chat_formats: Formats, tmp_path: Path) ->
 
 def made(store: RunStore, formats: Formats, **kwargs: Any) -> tuple[dict[str, Any], list[str]]:
     """The one scenario of the run's first episode, read back, and the notes."""
-    found = recorded_scenario(store, store.episodes()[0].id, formats, **kwargs)
+    found = recorded_scenario(store, next(store.episodes()).id, formats, **kwargs)
     return yaml.safe_load(found.text)["scenarios"][0], found.notes
 
 
@@ -178,7 +178,7 @@ def test_an_episode_becomes_a_scenario_that_passes(
     replies, changes, scripted = WHAT[what]
     changes = json.loads(json.dumps(changes).replace('"model": "tiny"', f'"model": {{"path": "{tiny_tokenizer_dir}"}}'))
     store = record(replies, **changes)
-    trajectory = store.trajectory(store.episodes()[0].id)
+    trajectory = store.trajectory(next(store.episodes()).id)
     scenario, _ = made(store, chat_formats, folder=tmp_path / "tests")
     assert {key for key in ("tools", "user", "environment", "steps", "scorer") if key in scenario} == set(scripted)
     assert scenario["expect"]["events"] == [event for _, event, _ in trajectory.path]

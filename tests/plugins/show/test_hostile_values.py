@@ -133,7 +133,7 @@ def make_run(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer_dir: Path)
 async def read_everything(folder: Path) -> dict[str, Any]:
     """Show, replay and export a run, and hold both exports to each other; its trajectories by task."""
     with RunStore.open(folder, readonly=True) as store:
-        rows = store.episodes()
+        rows = [*store.episodes()]
         assert {row.status for row in rows} == {"done"}
         loaded = store.loaded_spec()
         replayer = Replayer(loaded, load_format(loaded.spec.model, loaded.base), store)

@@ -7,6 +7,7 @@ import json
 import sqlite3
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,6 @@ from slow_cases import slow_but_each
 from store_kit import make_entry, make_task, make_trajectory
 
 from engine.errors import StoreError
-from engine.plugins.show.listing import index as view_index
 from engine.plugins.show.listing.filters import RUN
 from engine.plugins.show.listing.heads import read_head
 from engine.plugins.show.listing.listing import SORTS, Listing
@@ -224,21 +224,6 @@ async def test_a_list_follows_a_run_that_is_written(tmp_path: Path) -> None:
             assert len(listing.causes()) == 1
 
 
-async def test_each_finished_episode_is_read_once(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    read: list[int] = []
-    real = view_index._read
-    monkeypatch.setattr(view_index, "_read", lambda store, numbers: (read.extend(numbers), real(store, numbers))[1])
-    with Listing.open([run]) as listing:
-        listing.page(limit=2)
-        assert len(read) == 2
-        listing.page("outcome.solved")
-        assert len(read) == 12
-    with Listing.open([run]) as listing:
-        listing.prepare()
-        listing.page("outcome.solved", sort="reward:answer")
-        assert len(read) == 12
-
-
 async def test_another_run_in_the_same_folder_replaces_the_summaries(tmp_path: Path) -> None:
     with new_run(tmp_path, created=1.0) as store:
         await fill(store, 2, 1)
@@ -251,20 +236,6 @@ async def test_another_run_in_the_same_folder_replaces_the_summaries(tmp_path: P
         await fill(store, 1, 1, first=2)
     with Listing.open([store.folder]) as listing:
         assert names(listing, "outcome.reward < 100.0") == ["t2/0"]
-
-
-def test_a_damaged_index_and_a_cache_that_cannot_be_written_do_no_harm(
-    run: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = cache / "view" / f"episodes-{view_index.VERSION}.db"
-    file.parent.mkdir(parents=True)
-    file.write_bytes(b"no database" * 1000)
-    with Listing.open([run]) as listing:
-        assert listing.page("outcome.solved").total == 4
-    assert file.stat().st_mode & 0o777 == 0o600
-    monkeypatch.setenv("EPISODE_ENGINE_CACHE", "/dev/null/x")
-    with Listing.open([run]) as listing:
-        assert listing.page("outcome.solved").total == 4
 
 
 def test_a_list_writes_nothing_into_the_run(run: Path) -> None:
@@ -292,15 +263,70 @@ async def test_runs_are_listed_together_and_failures_stay_apart(tmp_path: Path) 
     assert failure().blame == "tool"
 
 
+async def test_a_run_of_an_older_engine_has_the_same_list(tmp_path: Path) -> None:
+    folders = []
+    for name in ("new", "old"):
+        with new_run(tmp_path / name) as store:
+            await fill(store)
+            folders.append(store.folder)
+    with sqlite3.connect(folders[1] / "run.db") as connection:
+        connection.execute("DROP TABLE summaries")
+    expressions = ["facts.tries > 1", 'outcome.rewards["answer"] >= 3.0 && turns.user > 0', "episode.version >= 0"]
+    times = {"started": None, "ended": None, "seconds": None}
+    for sort, filter in product(("turns.user", "tokens.trained", "reward:answer"), (None, *expressions)):
+        pages = []
+        for folder in folders:
+            with Listing.open([folder]) as listing:
+                page = listing.page(filter, sort=sort, descending=True)
+            pages.append(([row.plain() | times for row in page.rows], page.total, page.skipped, page.skipped_because))
+        assert pages[0] == pages[1]
+        assert pages[0][1] > 0
+
+
+async def test_dropped_episodes_keep_what_filters_read(tmp_path: Path) -> None:
+    with new_run(tmp_path) as store:
+        await fill(store)
+        await store.drop(["t3/0", "t3/1"])
+    with Listing.open([store.folder]) as listing:
+        assert names(listing, "has(facts.tries) && facts.tries == 3") == ["t3/0", "t3/1"]
+        assert listing.page('last.text != "nobody"').skipped == 2
+    with sqlite3.connect(store.folder / "run.db") as connection:
+        connection.execute("DROP TABLE summaries")
+    with Listing.open([store.folder]) as listing:
+        page = listing.page("has(facts.tries)")
+        assert (page.skipped, page.skipped_because) == (2, "t3/0: its content was dropped to save space")
+
+
+async def test_pages_of_several_runs_are_in_one_order(tmp_path: Path) -> None:
+    folders = []
+    for number in range(3):
+        with new_run(tmp_path, f"run-{number}") as store:
+            await fill(store, 5, 2, first=number)
+            folders.append(store.folder)
+    with Listing.open(folders) as listing:
+        for sort, descending in product(("order", "run", "episode", "reward", "limit", "turns.user"), (False, True)):
+            whole = listing.keys(sort=sort, descending=descending)
+            assert len(whole) == 30
+            pages = [listing.page(sort=sort, descending=descending, offset=at, limit=7).rows for at in range(0, 30, 7)]
+            assert [(row.run, row.episode) for page in pages for row in page] == whole
+        rows = listing.page(sort="reward", descending=True).rows
+        assert [row.reward for row in rows] == sorted((row.reward or 0.0 for row in rows), reverse=True)
+        assert [row.run for row in listing.page(sort="run", descending=True, limit=1).rows] == ["run-2"]
+        run, episode = listing.keys(sort="limit")[4]
+        found = listing.neighbours(run, episode, sort="limit")
+        assert [found.previous, found.next] == [listing.keys(sort="limit")[at] for at in (3, 5)]
+
+
 async def test_a_damaged_episode_is_listed_and_named(tmp_path: Path) -> None:
     with new_run(tmp_path) as store:
         await fill(store, 3, 1)
     with sqlite3.connect(store.folder / "run.db") as connection:
         connection.execute("UPDATE trajectories SET trajectory = '{}' WHERE episode = 2")
         connection.execute("UPDATE branches SET weight_versions = x'01' WHERE episode = 3")
+        connection.execute("DROP TABLE summaries")
     with Listing.open([store.folder]) as listing:
-        assert names(listing) == ["t0/0", "t1/0", "t2/0"]
-        page = listing.page("outcome.reward < 100.0")
+        assert names(listing) == ["t0/0", "t1/0", "t2/0"] == names(listing, "outcome.reward < 100.0")
+        page = listing.page("episode.trained > 0")
         assert [row.episode for row in page.rows] == ["t0/0"]
         assert page.skipped == 2
         assert page.skipped_because is not None
@@ -317,7 +343,7 @@ def test_the_page_about_show_has_every_sort_key_and_every_variable_of_runs() -> 
         assert f"| `run.{name}` | {', '.join(member.types)} | {member.doc} |" in page
 
 
-def test_threads_and_several_lists_share_one_index(run: Path) -> None:
+def test_threads_share_a_list_and_several_lists_a_run(run: Path) -> None:
     expected = ["t2/0", "t2/1", "t5/0", "t5/1"]
 
     def own(_: int) -> list[str]:
@@ -325,8 +351,6 @@ def test_threads_and_several_lists_share_one_index(run: Path) -> None:
             return names(listing, "outcome.solved")
 
     with ThreadPoolExecutor(6) as pool, Listing.open([run]) as shared:
-        prepared = pool.submit(shared.prepare)
         assert list(pool.map(own, range(6))) == [expected] * 6
         found = pool.map(lambda n: names(shared, "outcome.solved" if n % 2 else "!outcome.solved"), range(12))
         assert [sorted(each) == expected for each in found] == [bool(n % 2) for n in range(12)]
-        prepared.result()

@@ -4,77 +4,87 @@
         page = listing.page('outcome.reward < 0.5 && task.level == "hard"', "sorry", "reward", False, 0, 50)
         listing.causes()
 
-Stores may be running: every method reads their newest state. Stores are only read (`engine.plugins.show.listing.index`
-has the side file).
+Stores may be running: every method reads their newest state. Stores are only read. What a filter chose is kept in a
+temporary file as long as no store changes, so the next page needs no evaluation.
 """
 
 from __future__ import annotations
 
+import heapq
+import sqlite3
 import threading
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing, suppress
+from itertools import chain, islice
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import TracebackType
 from typing import Any
 
-from pydantic_core import from_json
-
 from engine.errors import StoreError
-from engine.plugins.show.listing.filters import LISTING_VARIABLES, Matching, matching
-from engine.plugins.show.listing.index import CHUNK, Index
-from engine.plugins.show.listing.rows import EPISODE, Cause, Neighbours, Page, Row, Totals, row_of
+from engine.plugins.show.listing.filters import FROM, LISTING_VARIABLES, Matching, choose, listed
+from engine.plugins.show.listing.rows import EPISODE, MADE, Cause, Neighbours, Page, Row, Totals, row_of
 from engine.plugins.show.listing.sources import Source, open_stores
+from engine.plugins.show.listing.training import sampled_tasks
 from engine.store.codec import damaged
 from engine.store.episode_filter import compile_filter
 from engine.store.reader import RunReader
 from engine.store.reading import decoding
+from engine.store.training import BATCHES
 
-_OUTCOME = 'failure IS NULL, failure, blame, "limit" IS NULL, "limit", solved, event'
-_SORTS: dict[str, tuple[str, bool]] = {
-    "order": ("e.source, task_index, sample_index, number", False),
-    "run": ("e.source", False),
-    "episode": ("task_index, sample_index, number", False),
-    "task": ("task_id", False),
-    "sample": ("sample_index", False),
-    "status": ("status", False),
-    "outcome": (_OUTCOME, False),
-    "state": ("state", False),
-    "failure": ("failure", False),
-    "blame": ("blame", False),
-    "limit": ('"limit"', False),
-    "reward": ("reward", False),
-    "turns": ("turns", False),
-    "turns.user": ("user_turns", True),
-    "turns.tool": ("tool_calls", True),
-    "tokens": ("tokens", False),
-    "tokens.trained": ("trained", True),
-    "tokens.total": ("total", True),
-    "tokens.context": ("context", True),
-    "seconds": ("ended - started", False),
-    "started": ("started", False),
-    "ended": ("ended", False),
-    "version": ("version", True),
-    "step": ("step", False),
-    "branches": ("branches", True),
-    "images": ("images", True),
-    "cost": ("cost", True),
-    "attempt": ("attempt", False),
-    "seed": ("seed", False),
+_TAIL = ["task_index", "sample_index", "e.number"]
+_PLACES = ("order", "run", "episode")
+"""The sort keys that are places of episodes, which have no columns of their own."""
+_SORTS: dict[str, list[str]] = {
+    **{name: [] for name in _PLACES},
+    **{name: [name] for name in ("state", "failure", "blame", "reward", "turns", "tokens", "started", "ended", "seed")},
+    **{name: [MADE[name]] for name in ("version", "branches", "images", "cost")},
+    "task": ["e.task_id"],
+    "sample": ["sample_index"],
+    "status": ["e.status"],
+    "outcome": ["failure IS NULL", "failure", "blame", '"limit" IS NULL', '"limit"', "solved", "event"],
+    "limit": ['"limit"'],
+    "turns.user": [MADE["user_turns"]],
+    "turns.tool": [MADE["tool_calls"]],
+    "tokens.trained": [MADE["trained"]],
+    "tokens.total": [MADE["total"]],
+    "tokens.context": [MADE["context"]],
+    "seconds": ["ended - started"],
+    "step": ["coalesce(:step, p.step)"],
+    "attempt": ["e.attempt"],
 }
-"""The SQL expression of each sort key, and whether it needs details. `reward:NAME` sorts by one reward."""
+"""The SQL of each sort key, before the order of tasks and samples. `reward:NAME` sorts by one reward."""
 SORTS = (*_SORTS, "reward:NAME")
 """The names that `Listing.page` can sort by."""
+_AT_ONCE = 4096
+"""Rows of one query of `Listing._rows`."""
+_SETTLED = 2_000_000_000
+"""Age in ns of the newest write after which equal file times mean equal content: times of files have a resolution."""
+_SIDE = """
+CREATE TABLE chosen (source INTEGER, number INTEGER, PRIMARY KEY (source, number)) WITHOUT ROWID;
+CREATE TABLE steps (source INTEGER, task TEXT, step INTEGER, PRIMARY KEY (source, task)) WITHOUT ROWID;
+"""
 
 
 class Listing:
-    """Episodes of stores. Methods may be called from several threads; they take turns."""
+    """Episodes of stores. Methods may be called from several threads; they take turns.
 
-    def __init__(self, paths: Iterable[Path | str], index: Index) -> None:
-        self._index = index
+    Raises:
+        StoreError: a store cannot be read, or there are none.
+    """
+
+    def __init__(self, paths: Iterable[Path | str]) -> None:
         self._lock = threading.RLock()
         self._paths = list(paths)
         self._stores: dict[int, tuple[Source, RunReader]] = {}
         self._open_new()
-        self._matched: tuple[tuple[str, str], Matching] | None = None
+        self._folder = TemporaryDirectory(prefix="episode-engine-list-")
+        self._side = str(Path(self._folder.name) / "list.db")
+        with closing(sqlite3.connect(self._side)) as connection:
+            connection.executescript(_SIDE)
+        self._chosen: tuple[Any, Matching] | None = None
+        self._steps: dict[int, Any] = {}
 
     @classmethod
     def open(cls, paths: Iterable[Path | str]) -> Listing:
@@ -83,16 +93,11 @@ class Listing:
         Raises:
             StoreError: one cannot be read, or there are none.
         """
-        index = Index.cached()
-        try:
-            return cls(paths, index)
-        except BaseException:
-            index.close()
-            raise
+        return cls(paths)
 
     def close(self) -> None:
-        """Close the index."""
-        self._index.close()
+        """Remove the temporary file."""
+        self._folder.cleanup()
 
     def __enter__(self) -> Listing:
         return self
@@ -140,14 +145,12 @@ class Listing:
             StoreError: the filter is not valid or has no value for any episode, or there is no such sort key.
         """
         with self._lock:
-            order, parameters, details = _order(sort, descending)
-            chosen = self._choose(filter, text, details=details)
-            query = f"SELECT e.source, {EPISODE} {self._from(chosen)} ORDER BY {order} LIMIT ? OFFSET ?"
-            rows = self._rows(query, (*parameters, limit, offset))
-            total = self._index.connection.execute(f"SELECT count(*) {self._from(chosen)}").fetchone()[0]
-            if chosen is None:
-                return Page(rows=rows, total=total)
-            return Page(rows=rows, total=total, skipped=chosen.skipped, skipped_because=chosen.because)
+            _order(sort)  # a wrong key is an error before anything is read
+            matching = self._choose(filter, text)
+            keys = [key[:2] for key in self._ordered(matching, sort, descending, offset, limit)]
+            total = sum(count for (count,) in chain(*self._each("SELECT count(*) {}", matching)))
+            skipped, because = (0, None) if matching is None else (matching.skipped, matching.because)
+            return Page(rows=self._rows(keys), total=total, skipped=skipped, skipped_because=because)
 
     def causes(self, filter: str | None = None, text: str | None = None) -> list[Cause]:
         """Return the failures of the list by kind and blame, and the episodes that limits ended, the largest count
@@ -157,46 +160,52 @@ class Listing:
             StoreError: the filter is not valid.
         """
         with self._lock:
-            chosen = self._choose(filter, text, details=True)
-            done = self._index.connection.execute(
-                f"SELECT count(*) {self._from(chosen)} AND status = 'done'"
-            ).fetchone()[0]
+            matching = self._choose(filter, text)
+            done = sum(count for (count,) in chain(*self._each("SELECT count(*) {} AND e.status = 'done'", matching)))
             query = (
-                'SELECT e.source, failure, blame, failed_state, CASE WHEN failure IS NULL THEN "limit" END AS '
-                "ended_by, "
-                f"count(*), min(task_index * 1000000000 + sample_index), id, message {self._from(chosen)} "
-                "AND status = 'done' AND (failure IS NOT NULL OR \"limit\" IS NOT NULL) "
-                "GROUP BY failure, blame, ended_by ORDER BY count(*) DESC, failure, ended_by"
+                'SELECT :source, failure, blame, CASE WHEN failure IS NULL THEN "limit" END AS ended_by, count(*), '
+                "min(task_index * 1000000000 + sample_index), e.number {} AND e.status = 'done' AND (failure IS NOT "
+                'NULL OR "limit" IS NOT NULL) GROUP BY failure, blame, ended_by'
+            )
+            groups: dict[tuple[Any, ...], tuple[int, int, tuple[int, int]]] = {}
+            for source, *cause, count, order, number in chain(*self._each(query, matching)):
+                others, first, key = groups.get(tuple(cause), (0, order, (source, number)))
+                groups[tuple(cause)] = (count + others, *((order, (source, number)) if order < first else (first, key)))
+            rows = dict(zip(groups, self._rows([key for _, _, key in groups.values()]), strict=True))
+            ranked = sorted(
+                groups, key=lambda cause: (-groups[cause][0], *((word is not None, word or "") for word in cause))
             )
             return [
                 Cause(
                     failure=failure,
                     blame=blame,
-                    state=state,
+                    state=rows[failure, blame, limit].failed_state,
                     limit=limit,
-                    count=count,
-                    share=count / done,
-                    message=message,
-                    run=self._stores[source][0].key,
-                    episode=id,
+                    count=groups[failure, blame, limit][0],
+                    share=groups[failure, blame, limit][0] / done,
+                    message=rows[failure, blame, limit].message,
+                    run=rows[failure, blame, limit].run,
+                    episode=rows[failure, blame, limit].episode,
                     filter=f'outcome.limit == "{limit}" && outcome.failure == ""'
                     if failure is None
                     else f'outcome.failure == "{failure}" && outcome.blame == "{blame}"',
                 )
-                for source, failure, blame, state, limit, count, _, id, message in self._index.connection.execute(query)
+                for failure, blame, limit in ranked
             ]
 
     def totals(self, filter: str | None = None, text: str | None = None) -> Totals:
         """Return counts and mean rewards over the list. Raises: StoreError: the filter is not valid."""
         with self._lock:
-            chosen = self._choose(filter, text, details=False)
-            counted = self._index.connection.execute(
-                "SELECT count(*), sum(status = 'done'), sum(coalesce(solved, 0)), sum(failure IS NOT NULL), "
-                "sum(failure IS NULL AND \"limit\" IS NOT NULL), avg(CASE WHEN status = 'done' THEN reward END) "
-                f"{self._from(chosen)}"
-            ).fetchone()
-            episodes, *sums, reward = counted
-            done, solved, failed, limited = (total or 0 for total in sums)
+            query = (
+                "SELECT count(*), total(e.status = 'done'), total(solved), total(failure IS NOT NULL), total(failure "
+                "IS NULL AND \"limit\" IS NOT NULL), count(CASE WHEN e.status = 'done' THEN reward END), total(CASE "
+                "WHEN e.status = 'done' THEN reward END) {}"
+            )
+            counted = [
+                sum(values) for values in zip(*chain(*self._each(query, self._choose(filter, text))), strict=True)
+            ]
+            episodes, done, solved, failed, limited = map(int, counted[:5])
+            reward = counted[6] / counted[5] if counted[5] else None
             return Totals(episodes=episodes, done=done, solved=solved, failed=failed, limited=limited, reward=reward)
 
     def group(self, run: str, task: str) -> list[Row]:
@@ -222,12 +231,16 @@ class Listing:
         return rows[0]
 
     def _of(self, run: str, column: str, value: str) -> list[Row]:
-        """The episodes of a run with a value in a column of the index, in order."""
+        """The episodes of a run with a value in a column, in order."""
         with self._lock:
-            number = self._number(run)
+            source = self._number(run)
             self._refresh()
-            query = f"SELECT source, {EPISODE} FROM episodes WHERE source = ? AND {column} = ?"
-            return self._rows(f"{query} ORDER BY task_index, sample_index, number", (number, value))
+            # a task's episodes are next to each other in the index of the order
+            place = "task_index = (SELECT position FROM tasks WHERE id = ?1) AND " if column == "task_id" else ""
+            query = f"SELECT e.number FROM episodes e WHERE {place}{column} = ?1 ORDER BY {', '.join(_TAIL)}"
+            with self._stores[source][1].snapshot() as connection:
+                numbers = [number for (number,) in connection.execute(query, (value,))]
+            return self._rows([(source, number) for number in numbers])
 
     def neighbours(
         self,
@@ -243,38 +256,30 @@ class Listing:
         Raises:
             StoreError: as `page`.
         """
-        keys = self.keys(filter, text, sort, descending)
-        at = keys.index((run, episode)) if (run, episode) in keys else -1
-        return Neighbours(
-            previous=keys[at - 1] if at > 0 else None,
-            next=keys[at + 1] if 0 <= at < len(keys) - 1 else None,
-            position=at,
-            total=len(keys),
-        )
+        with self._lock:
+            wanted = (self._number(run), episode)
+            position, total = -1, 0
+            newest = before = after = None
+            for source, _, id in self._ordered(self._choose(filter, text), sort, descending):
+                if (source, id) == wanted:
+                    position, before = total, newest
+                elif total == position + 1 > 0:
+                    after = source, id
+                newest = source, id
+                total += 1
+            previous, next = (None if key is None else (self._stores[key[0]][0].key, key[1]) for key in (before, after))
+            return Neighbours(previous=previous, next=next, position=position, total=total)
 
     def keys(
         self, filter: str | None = None, text: str | None = None, sort: str = "order", descending: bool = False
     ) -> list[tuple[str, str]]:
         """Return (run, episode) of the whole list, in the order of `page`. Raises: StoreError, as `page`."""
         with self._lock:
-            order, parameters, details = _order(sort, descending)
-            chosen = self._choose(filter, text, details=details)
-            query = f"SELECT e.source, id {self._from(chosen)} ORDER BY {order}"
             names = {number: source.key for number, (source, _) in self._stores.items()}
-            return [(names[source], id) for source, id in self._index.connection.execute(query, parameters)]
+            ordered = self._ordered(self._choose(filter, text), sort, descending)
+            return [(names[source], id) for source, _, id in ordered]
 
-    def prepare(self) -> None:
-        """Read everything that filters need, so that the next query is fast. Safe to call in a thread of its own."""
-        while True:
-            with self._lock:
-                self._refresh()
-                missing = self._index.missing(list(self._stores), CHUNK)
-                if not missing:
-                    return
-                for number, episodes in missing.items():
-                    self._index.detail(number, self._stores[number][1], episodes)
-
-    # --- the index ---
+    # --- stores ---
 
     def _number(self, run: str) -> int:
         for number, (source, _) in self._stores.items():
@@ -286,78 +291,139 @@ class Listing:
     def _open_new(self) -> None:
         """Open stores that are not open yet: a training that goes on makes one for each evaluation."""
         for source, store in open_stores(self._paths, self.sources):
-            self._stores[self._index.add(source, store)] = (source, store)
+            self._stores[len(self._stores)] = (source, store)
 
-    def _refresh(self) -> None:
+    def _refresh(self) -> tuple[Any, ...] | None:
+        """Read what stores and trainings have since. Returns what is equal as long as nothing changes; None if that
+        cannot be told yet."""
         self._open_new()
+        signatures: list[Any] = []
         for number, (source, store) in self._stores.items():
-            if self._index.refresh(number, source, store):
-                self._matched = None
+            store.refresh()
+            files = [_state(file) for file in (store.path, Path(f"{store.path}-wal"))]
+            if source.training is not None and source.step is None:
+                file = Path(source.training) / BATCHES
+                files.append(_state(file))
+                if self._steps.get(number) != files[-1]:
+                    self._steps[number] = files[-1]
+                    steps = ((number, task, step) for step, tasks in sampled_tasks(file) for task in tasks)
+                    with closing(sqlite3.connect(self._side)) as connection, connection:
+                        connection.executemany("INSERT OR REPLACE INTO steps VALUES (?, ?, ?)", steps)
+            signatures += files
+        newest = max(changed for _, changed in signatures)
+        return tuple(signatures) if time.time_ns() - newest > _SETTLED else None
 
-    def _choose(self, filter: str | None, text: str | None, *, details: bool) -> Matching | None:
-        """Update the index and choose episodes into the table `matching`; None: all of them."""
+    def _choose(self, filter: str | None, text: str | None) -> Matching | None:
+        """Read the newest state, and choose episodes into the table `chosen`; None: all of them."""
         guard = compile_filter(filter, "filter", LISTING_VARIABLES) if filter and filter.strip() else None
-        self._refresh()
-        if details or (guard is not None and not guard.names <= {"task", "limits", "run"}):
-            for number, episodes in self._index.missing(list(self._stores)).items():
-                self._index.detail(number, self._stores[number][1], episodes)
-        wanted = (filter or "", text or "")
+        state = self._refresh()
         if guard is None and not text:
             return None
-        if self._matched is None or self._matched[0] != wanted:
-            chosen = matching(self._index, self._stores, guard, text or "")
-            connection = self._index.connection
-            connection.execute(
-                "CREATE TEMP TABLE IF NOT EXISTS matching (source INTEGER, number INTEGER, PRIMARY KEY (source, "
-                "number)) WITHOUT ROWID"
+        wanted = (filter, text, state)
+        if self._chosen is None or state is None or self._chosen[0] != wanted:
+            matching = Matching()
+            self._chosen = None
+            with closing(sqlite3.connect(self._side)) as connection, connection:
+                connection.execute("DELETE FROM chosen")
+            for number, (source, store) in self._stores.items():
+                with listed(number, source, store, self._side) as (connection, parameters, contents):
+                    choose(connection, parameters, contents, matching, (source, store), guard, text or "")
+            if matching.skipped and matching.skipped == matching.evaluated:
+                raise StoreError(f"filter: {matching.because}")
+            self._chosen = (wanted, matching)
+        return self._chosen[1]
+
+    # --- queries of each store ---
+
+    def _each(self, query: str, matching: Matching | None, **more: Any) -> list[Iterator[tuple[Any, ...]]]:
+        """The rows of a query over the list, by store. `{}` stands for its tables and its condition."""
+        return [self._of_store(number, query, matching, more) for number in self._stores]
+
+    def _of_store(
+        self, number: int, query: str, matching: Matching | None, more: dict[str, Any]
+    ) -> Iterator[tuple[Any, ...]]:
+        tables = "episodes e" if matching is None else "side.chosen c JOIN episodes e ON e.number = c.number"
+        condition = "TRUE" if matching is None else "c.source = :source"
+        with listed(number, *self._stores[number], self._side) as (connection, parameters, _):
+            yield from connection.execute(query.format(f"{FROM.format(tables)} WHERE {condition}"), parameters | more)
+
+    def _ordered(
+        self, matching: Matching | None, sort: str, descending: bool, offset: int = 0, limit: int = -1
+    ) -> Iterator[tuple[int, int, str]]:
+        """(source, number, id) of the episodes of the list, in order."""
+        columns, more = _order(sort)
+        way = "DESC" if descending else "ASC"
+        placed = sort in _PLACES
+        terms = [f"{column} {way}" for column in _TAIL] if placed else [f"{c} {way} NULLS LAST" for c in columns]
+        terms += [] if placed else _TAIL
+        alone = len(self._stores) == 1
+        most = limit if alone or limit < 0 else offset + limit
+        query = (
+            f"SELECT {', '.join((':source', 'e.number', 'e.id', *_TAIL[:2], *columns))} {{}} ORDER BY "
+            f"{', '.join(terms)} LIMIT :most OFFSET :skip"
+        )
+        parts = self._each(query, matching, most=most, skip=offset if alone else 0, **more)
+
+        def place(row: tuple[Any, ...]) -> Any:
+            source, number, _, task, sample, *values = row
+            tail = (source, task, sample, number) if sort in ("order", "run") else (task, sample, number)
+            if placed:
+                return _Place(tail, descending)
+            return (
+                [(value is None, _Place((isinstance(value, str), value), descending)) for value in values],
+                source,
+                *tail,
             )
-            connection.execute("BEGIN")
-            connection.execute("DELETE FROM matching")
-            connection.executemany("INSERT INTO matching VALUES (?, ?)", chosen.keys)
-            connection.execute("COMMIT")
-            self._matched = (wanted, chosen)
-        return self._matched[1]
 
-    def _from(self, chosen: Matching | None) -> str:
-        """The tables and the condition of a query over the list; `AND …` may follow."""
-        if chosen is not None:
-            return "FROM matching JOIN episodes e USING (source, number) WHERE TRUE"
-        return f"FROM episodes e WHERE e.source IN ({', '.join(map(str, self._stores))})"
+        merged = parts[0] if alone else heapq.merge(*parts, key=place)
+        for row in merged if alone else islice(merged, offset, None if limit < 0 else offset + limit):
+            yield row[:3]
 
-    def _rows(self, query: str, parameters: tuple[Any, ...]) -> list[Row]:
-        """Run a query for `source` and `EPISODE`, with the details of its rows."""
-        rows = self._index.connection.execute(query, parameters).fetchall()
-        numbers: dict[int, list[int]] = {}
-        for source, number, *_ in rows:
-            numbers.setdefault(source, []).append(number)
-        missing = {source: self._index.missing_of(source, of_source) for source, of_source in numbers.items()}
-        for source, undone in missing.items():
-            self._index.detail(source, self._stores[source][1], undone)
-        if any(missing.values()):
-            rows = self._index.connection.execute(query, parameters).fetchall()
-        fields = {
-            source: _task_fields(self._stores[source][1], {row[3] for row in rows if row[0] == source})
-            for source in numbers
-        }
-        return [row_of(self._stores[source][0].key, row, fields[source][row[2]]) for source, *row in rows]
+    def _rows(self, keys: Sequence[tuple[int, int]]) -> list[Row]:
+        """The rows of (source, number) in the given order."""
+        rows: dict[tuple[int, int], Row] = {}
+        for source in dict.fromkeys(source for source, _ in keys):
+            numbers = [number for of, number in keys if of == source]
+            about, store = self._stores[source]
+            with listed(source, about, store, self._side) as (connection, parameters, contents):
+                for start in range(0, len(numbers), _AT_ONCE):
+                    listing = ", ".join(map(str, numbers[start : start + _AT_ONCE]))
+                    query = f"SELECT {EPISODE} {FROM.format('episodes e')} WHERE e.number IN ({listing})"
+                    for row in connection.execute(query, parameters):
+                        live = contents.live(row[0], row[6]) if row[5] == "running" else {}
+                        with decoding(store.path, "tasks"), damaged("the fields of a task"):
+                            rows[source, row[0]] = row_of(about.key, row, live)
+        return [rows[key] for key in keys if key in rows]
 
 
-def _task_fields(store: RunReader, tasks: set[str]) -> dict[str, Any]:
-    marks = ", ".join("?" * len(tasks))
-    with store.snapshot() as connection:
-        rows = connection.execute(f"SELECT id, fields FROM tasks WHERE id IN ({marks})", tuple(tasks)).fetchall()
-    with decoding(store.path, "tasks"), damaged("the fields of a task"):
-        return {task: from_json(fields) for task, fields in rows}
+class _Place:
+    """A place in an order that may be reversed."""
+
+    __slots__ = ("descending", "value")
+
+    def __init__(self, value: Any, descending: bool) -> None:
+        self.value, self.descending = value, descending
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Place) and bool(self.value == other.value)
+
+    def __lt__(self, other: _Place) -> bool:
+        return bool(other.value < self.value if self.descending else self.value < other.value)
 
 
-def _order(sort: str, descending: bool) -> tuple[str, tuple[str, ...], bool]:
-    """The SQL of a sort key, its parameters, and whether it needs details."""
-    way = "DESC" if descending else "ASC"
-    tail = "e.source, task_index, sample_index, number"
+def _state(file: Path) -> tuple[int, int]:
+    """Size and time of a file; zeros if there is none."""
+    with suppress(OSError):
+        status = file.stat()
+        return status.st_size, status.st_mtime_ns
+    return 0, 0
+
+
+def _order(sort: str) -> tuple[list[str], dict[str, str]]:
+    """The columns of a sort key, and their parameters. Raises: StoreError: there is no such key."""
     if sort.startswith("reward:"):
         path = '$."' + sort.removeprefix("reward:").replace('"', "") + '"'
-        return f"json_extract(e.rewards, ?) {way} NULLS LAST, {tail}", (path,), True
+        return [f"json_extract({MADE['rewards']}, :path)"], {"path": path}
     if sort not in _SORTS:
         raise StoreError(f"cannot sort by `{sort}`; the names are {', '.join(SORTS)}")
-    columns, details = _SORTS[sort]
-    return f"{', '.join(f'{column} {way} NULLS LAST' for column in columns.split(', '))}, {tail}", (), details
+    return _SORTS[sort], {}

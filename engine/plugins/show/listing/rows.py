@@ -8,14 +8,22 @@ from typing import Any
 from pydantic_core import from_json
 
 from engine.schemas.base import Struct
+from engine.store.summaries import COLUMNS
 
-EPISODE = (
-    'number, id, task_id, sample_index, seed, status, attempt, state, event, "limit", failure, blame, solved, '
-    "trainable, reward, "
-    "turns, tokens, started, ended, step, message, failed_state, failed_turn, rewards, user_turns, tool_calls, "
-    "tool_errors, context, trained, total, branches, images, oldest_version, version, cost"
+MADE = {
+    name: f"CASE WHEN s.episode IS NULL AND e.status = 'done' THEN made(e.number, {at}) ELSE s.{name} END"
+    for at, name in enumerate(COLUMNS)
+}
+"""The SQL of the columns of a summary; of an episode that has none stored, it is made."""
+_STORED = (
+    "number", "id", "task_id", "sample_index", "seed", "status", "attempt", "state", "event", "limit", "failure",
+    "blame", "solved", "trainable", "reward", "turns", "tokens", "started", "ended",
+)  # fmt: skip
+_LISTED = tuple(name for name in COLUMNS if name not in ("solved_turn", "sampled", "facts"))
+EPISODE = ", ".join(
+    (*(f'e."{name}"' for name in _STORED), *(MADE[name] for name in _LISTED), "coalesce(:step, p.step)", "t.fields")
 )
-"""Columns of the index that `row_of` reads, in order, after `source`."""
+"""What `row_of` reads, in order, over the tables of `Listing`."""
 
 
 class Row(Struct, frozen=True, kw_only=True):
@@ -149,9 +157,9 @@ def outcome_word(failure: str | None, blame: str | None, limit: str | None, solv
     return "solved" if solved else event
 
 
-def row_of(run: str, values: Sequence[Any], fields: Mapping[str, Any]) -> Row:
-    """Make a row from the columns `EPISODE` of the index and the fields of its task."""
-    v = dict(zip(_NAMES, values, strict=True))
+def row_of(run: str, values: Sequence[Any], live: Mapping[str, Any]) -> Row:
+    """Make a row from the columns `EPISODE`. `live`: of a running episode, those that its journal has."""
+    v = {**dict(zip(_NAMES, values, strict=True)), **live}
     done = v["status"] == "done"
     counted = {"sampled": v["tokens"], "trained": v["trained"], "total": v["total"], "context": v["context"]}
     turned = {"assistant": v["turns"], "user": v["user_turns"], "tool": v["tool_calls"]}
@@ -169,12 +177,12 @@ def row_of(run: str, values: Sequence[Any], fields: Mapping[str, Any]) -> Row:
         tokens={name: count for name, count in counted.items() if count is not None},
         seconds=v["ended"] - v["started"] if v["ended"] and v["started"] else None,
         versions=[] if v["version"] is None else [v["oldest_version"], v["version"]],
-        task_fields=dict(fields),
+        task_fields=from_json(v["fields"]),
         **{name: v[name] for name in _AS_STORED},
     )
 
 
-_NAMES = [name.strip().strip('"') for name in EPISODE.split(",")]
+_NAMES = (*_STORED, *_LISTED, "step", "fields")
 _AS_STORED = (
     "status", "attempt", "state", "event", "limit", "failure", "blame", "message", "failed_state", "failed_turn",
     "reward", "tool_errors", "started", "ended", "step", "branches", "images", "cost",
