@@ -1,9 +1,9 @@
-"""Seconds to the first page, a filter and an episode of `engine view` in Chromium, over 10,000 stored episodes of 8 turns.
+"""Seconds to the first page, a filter and an episode of `engine view` in Chromium, over 10,000 stored episodes.
 
-    python bench/view.py --model ../tokenizers/qwen3            makes the store
+    python bench/view.py --model ../tokenizers/qwen3 --episodes 10000       makes the store
     python bench/view_browser.py [--folder /tmp/engine-view-bench/10000]
 
-A figure is the time from the start of a navigation, a click or a key until the answer is on the page. `cold` is with an empty index.
+A figure is the time from the start of a navigation, a click or a key until the answer is on the page. `cold` is the first start.
 """
 
 from __future__ import annotations

@@ -70,7 +70,6 @@ MOVED: dict[str, str] = {
     "engine.view.episode": "engine.plugins.show.listing.episode",
     "engine.view.filters": "engine.plugins.show.listing.filters",
     "engine.view.heads": "engine.plugins.show.listing.heads",
-    "engine.view.index": "engine.plugins.show.listing.index",
     "engine.view.listing": "engine.plugins.show.listing.listing",
     "engine.view.logs": "engine.plugins.show.listing.training",
     "engine.view.rows": "engine.plugins.show.listing.rows",
