@@ -13,8 +13,7 @@ from engine.errors import GuardError, StoreError
 from engine.machine.guards import Guard
 from engine.plugins.show.listing.filters import _NAMES as NAMES
 from engine.plugins.show.listing.filters import _ROW as ROW
-from engine.plugins.show.listing.filters import FROM, LISTING_VARIABLES, _context
-from engine.plugins.show.listing.sql_filter import SqlFilter
+from engine.plugins.show.listing.filters import FROM, LISTING_VARIABLES, SqlFilter, _context
 from engine.store import database, summaries
 from engine.store.codec import json_of
 from engine.store.episode_filter import compile_filter

@@ -1,5 +1,9 @@
 """Filters over the episodes of a store: the same expressions as `--filter` of `engine export`, decided by SQL where it
-can (`engine.plugins.show.listing.sql_filter`), else by the evaluator of guards, one episode at a time.
+can, else by the evaluator of guards, one episode at a time.
+
+Invariant: a condition of SQL that is not NULL is what the evaluator returns. So everything that SQL cannot decide
+exactly (an error, a float that SQLite may have read from JSON with another last bit, a part that has no SQL) is NULL.
+As in CEL, `AND` and `OR` ignore a NULL in one operand if the other decides.
 
 An expression that reads only `task`, `limits`, `run` and `episode` is evaluated for all episodes; any other one holds
 only for finished episodes. An episode for which the expression has no value (it has no such fact, for example) is not
@@ -10,27 +14,26 @@ from __future__ import annotations
 
 import re
 import sqlite3
-from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from typing import Any, cast
+from typing import Any
 from urllib.parse import quote
 
 from pydantic_core import from_json
 
 from engine.errors import GuardError, StoreError
+from engine.machine.expression import Call, Constant, Index, ListOf, Name, Node, Operation, Select, parse
 from engine.machine.guards import Guard
 from engine.machine.variables import BOOL, INT, STRING, Variable, VariableField
-from engine.plugins.show.listing.heads import EpisodeHead, read_head
+from engine.plugins.show.listing.heads import Contents, read_head
 from engine.plugins.show.listing.sources import Source
-from engine.plugins.show.listing.sql_filter import SqlFilter
+from engine.schemas.base import Struct
 from engine.store import summaries
 from engine.store.codec import damaged
-from engine.store.dropped import dropped_among
-from engine.store.episode_filter import END_VALUES, EPISODE_VARIABLES, feedback_value, stored_limits
-from engine.store.reader import STORE, RunReader
-from engine.store.reading import reading
+from engine.store.episode_filter import END_VALUES, EPISODE_VARIABLES, stored_limits
+from engine.store.reader import RunReader
 
 RUN = Variable(
     doc="The run that an episode belongs to.",
@@ -61,105 +64,204 @@ _STORED = ("outcome", "facts")
 """Variables whose values a summary has."""
 
 
-class Contents:
-    """The content of the episodes of a store, and what summaries would have of those that have none.
+_DONE = "CASE WHEN e.status = 'done' THEN {} ELSE {} END"
+FIELDS: Mapping[tuple[str, str], tuple[str, str]] = {
+    ("turns", "assistant"): ("int", "e.turns"),
+    ("turns", "user"): ("int", "s.user_turns"),
+    ("tools", "calls"): ("int", "s.tool_calls"),
+    ("tools", "errors"): ("int", "s.tool_errors"),
+    ("tokens", "sampled"): ("int", "s.sampled"),
+    ("tokens", "context"): ("int", "s.context"),
+    ("rewards", "total"): ("double", "e.reward"),
+    ("outcome", "state"): ("string", "e.state"),
+    ("outcome", "event"): ("string", "e.event"),
+    ("outcome", "limit"): ("string", "coalesce(e.\"limit\", '')"),
+    ("outcome", "failure"): ("string", "coalesce(e.failure, '')"),
+    ("outcome", "blame"): ("string", "coalesce(e.blame, '')"),
+    ("outcome", "solved"): ("bool", "e.solved"),
+    ("outcome", "solved_turn"): ("int", "CASE WHEN s.episode IS NOT NULL THEN coalesce(s.solved_turn, -1) END"),
+    ("outcome", "reward"): ("double", "e.reward"),
+    ("episode", "id"): ("string", "e.id"),
+    ("episode", "task"): ("string", "e.task_id"),
+    ("episode", "sample"): ("int", "e.sample_index"),
+    ("episode", "status"): ("string", "e.status"),
+    ("episode", "attempt"): ("int", "e.attempt"),
+    ("episode", "seconds"): ("double", "CASE WHEN e.ended AND e.started THEN e.ended - e.started ELSE 0.0 END"),
+    ("episode", "trainable"): ("bool", "coalesce(e.trainable, 0)"),
+    ("episode", "branches"): ("int", _DONE.format("s.branches", "0")),
+    ("episode", "images"): ("int", _DONE.format("s.images", "0")),
+    ("episode", "trained"): ("int", _DONE.format("s.trained", "0")),
+    ("episode", "version"): (
+        "int",
+        _DONE.format("CASE WHEN s.episode IS NOT NULL THEN coalesce(s.version, -1) END", "-1"),
+    ),
+    ("episode", "oldest_version"): (
+        "int",
+        _DONE.format("CASE WHEN s.episode IS NOT NULL THEN coalesce(s.oldest_version, -1) END", "-1"),
+    ),
+    ("run", "step"): ("int", "coalesce(:step, p.step, -1)"),
+}
+"""The type and the SQL of fields of variables, over the tables of `Listing`."""
+_JSON = {("facts",): "s.facts", ("outcome", "rewards"): "s.rewards", ("task",): "t.fields"}
+"""Columns with JSON, by the path of the map that they hold."""
+_COMPARED = {"==": "=", "!=": "<>", "<": "<", "<=": "<=", ">": ">", ">=": ">="}
+_MIRRORED = {"<": ">", "<=": ">=", ">": "<", ">=": "<="}
+_NUMBERS = ("int", "double")
+_TYPES = {bool: "bool", int: "int", float: "double", str: "string"}
+_METHODS = {
+    "contains": "instr({v}, {c}) > 0",
+    "startsWith": "substr({v}, 1, {n}) = {c}",
+    "endsWith": "substr({v}, -{n}) = {c}",
+}
 
-    One store of a divided run is open at a time.
+
+class SqlValue(Struct, frozen=True, kw_only=True):
+    """An operand: its CEL type, and the SQL of its value. Of type `dyn`: the column with JSON and the path in it."""
+
+    type: str
+    sql: str
+    path: str = ""
+
+
+class SqlFilter:
+    """The condition of an expression for the episodes of one store.
+
+    Args:
+        expression: In CEL, valid.
+        constants: The values of `limits` and `run` that are equal for all episodes of the store.
     """
 
-    def __init__(self, store: RunReader) -> None:
-        self._store = store
-        self._part = -1
-        self._open: Iterator[tuple[sqlite3.Connection, int]] = iter(())
-        self._connection: sqlite3.Connection | None = None
-        self._last: tuple[int, tuple[Any, ...]] = (-1, ())
+    def __init__(self, expression: str, constants: Mapping[str, Mapping[str, Any]]) -> None:
+        self._constants = constants
+        self.parameters: dict[str, Any] = {}
+        self.sql = self._condition(parse(expression))
 
-    def close(self) -> None:
-        """Close the store that is open."""
-        if self._connection is not None:
-            self._open.close()  # type: ignore[attr-defined]  # a generator
-        self._connection, self._part = None, -1
+    def _condition(self, node: Node) -> str:
+        match node:
+            case Operation(operator="&&" | "||" as operator, args=args):
+                word = " AND " if operator == "&&" else " OR "
+                return f"({word.join(map(self._condition, args))})"
+            case Operation(operator="!", args=(arg,)):
+                return f"(NOT {self._condition(arg)})"
+            case Operation(operator="in", args=(item, ListOf(items=items))) if items:
+                return f"({' OR '.join(self._comparison('==', item, other) for other in items)})"
+            case Operation(operator=operator, args=(left, right)) if operator in _COMPARED:
+                return self._comparison(operator, left, right)
+            case Call(name=name, target=Node() as target, args=(Constant(type="string", value=value),)):
+                return self._method(name, target, value)
+            case Select(of=of, field=field, test=True):
+                return self._has(of, field)
+        value = self._value(node)
+        if value is not None and value.type == "bool":
+            return f"({value.sql})"
+        if value is not None and value.type == "dyn":
+            return self._by_type(value, {"true": "1", "false": "0"})
+        return "NULL"
 
-    def of(self, number: int) -> tuple[sqlite3.Connection, int]:
-        """Return a connection to the store of an episode, and the episode's number there."""
-        part = number // STORE
-        if self._connection is None or part != self._part:
-            self.close()
-            self._open = iter(self._store.contents([number]))
-            self._connection, _ = next(self._open)
-            self._part = part
-        return self._connection, number % STORE
+    def _comparison(self, operator: str, left: Node, right: Node) -> str:
+        a, b = self._value(left), self._value(right)
+        if a is None or b is None or (a.type == b.type == "dyn"):
+            return "NULL"
+        if a.type == "dyn" or b.type == "dyn":
+            if b.type == "dyn":
+                a, b, operator = b, a, _MIRRORED.get(operator, operator)
+            return self._json_comparison(operator, a, b)
+        if a.type == b.type or (a.type in _NUMBERS and b.type in _NUMBERS):
+            return f"({a.sql} {_COMPARED[operator]} {b.sql})"
+        return "NULL"
 
-    def text(self, number: int) -> str:
-        """Return the JSON of an episode's result. Raises: StoreError: it is not there; the message says why."""
-        connection, here = self.of(number)
-        with reading(connection):
-            row = connection.execute("SELECT trajectory FROM trajectories WHERE episode = ?", (here,)).fetchone()
-            if row is None and dropped_among(connection, [here]):
-                raise StoreError("its content was dropped to save space")
-        if row is None:
-            raise StoreError("its trajectory is missing, so the file is damaged")
-        return str(row[0])
+    def _json_comparison(self, operator: str, a: SqlValue, b: SqlValue) -> str:
+        """Compare a value in JSON with a constant or a column."""
+        sign = _COMPARED[operator]
+        value = f"json_extract({a.sql}, {a.path})"
+        plain = f"{value} {sign} {b.sql}"
+        cases: dict[str, str] = {}
+        if operator in ("==", "!="):  # of values of different types
+            unequal = "0" if operator == "==" else "1"
+            cases = dict.fromkeys(("null", "true", "false", "integer", "real", "text", "object", "array"), unequal)
+        if b.type in _NUMBERS:
+            # SQLite reads the last bit of a long number differently on some machines
+            text = f"({a.sql} -> {a.path})"
+            apart = f"abs({value} - {b.sql}) > 1e-9 * (abs({value}) + abs({b.sql})) + 1e-300"
+            exact = f"(length({text}) < 16 AND {text} NOT GLOB '*[eE]*')"
+            doubtful = f"CASE WHEN {exact} OR {apart} THEN {plain} END"
+            cases |= {"integer": f"CASE WHEN typeof({value}) = 'integer' THEN {plain} ELSE {doubtful} END"}
+            cases |= {"real": doubtful}
+        elif b.type == "string":
+            cases |= {"text": plain}
+        elif b.type == "bool":
+            cases |= {"true": f"1 {sign} {b.sql}", "false": f"0 {sign} {b.sql}"}
+        return self._by_type(a, cases)
 
-    def summary(self, number: int) -> tuple[Any, ...]:
-        """Return the summary of a finished episode that has none stored. Of one that is damaged: the problem as its
-        message."""
-        if self._last[0] != number:
-            try:
-                head = read_head(self.text(number))
-                connection, here = self.of(number)
-                query = "SELECT tokens, weight_versions FROM branches WHERE episode = ?"
-                with damaged("the episode"):
-                    values = summaries.summary_of(head, connection.execute(query, (here,)).fetchall())
-            except StoreError as error:
-                values = (str(error), *[None] * (len(summaries.COLUMNS) - 1))
-            self._last = (number, values)
-        return self._last[1]
+    def _method(self, name: str, target: Node, text: str) -> str:
+        value = self._value(target)
+        if name not in _METHODS or value is None or value.type not in ("string", "dyn") or not text or "\0" in text:
+            return "NULL"
+        read = value.sql if value.type == "string" else f"json_extract({value.sql}, {value.path})"
+        sql = _METHODS[name].format(v=read, c=self._parameter(text), n=len(text))
+        return f"({sql})" if value.type == "string" else self._by_type(value, {"text": sql})
 
-    def feedback(self, number: int, attempt: int) -> dict[str, Any]:
-        """Return the variable `feedback` at the end of an episode."""
-        connection, here = self.of(number)
-        query = "SELECT payload FROM journal WHERE episode = ? AND attempt = ? AND kind = 'user' ORDER BY seq DESC"
-        row = connection.execute(query, (here, attempt)).fetchone()
-        if row is None:
-            return feedback_value({})
-        with damaged("the user's turn"):
-            values = from_json(row[0])
-            turn = values["turn"]
-            return feedback_value(
-                turn["facts"], solved=turn["solved"], satisfied=turn["satisfied"], malformed=values["canned"]
-            )
+    def _has(self, of: Node, field: str) -> str:
+        value = self._value(of)
+        if value is None or value.type != "dyn" or (path := self._step(value.path, field)) is None:
+            return "NULL"
+        return self._by_type(value, {"object": f"json_type({value.sql}, {path}) IS NOT NULL"})
 
-    def live(self, number: int, attempt: int) -> dict[str, Any]:
-        """Return what the journal of an episode has that is not done: turns, sampled tokens, state."""
-        connection, here = self.of(number)
-        query = (
-            "SELECT coalesce(sum(kind = 'generation'), 0), coalesce(sum(length(tokens)) / 8, 0), (SELECT dest FROM "
-            "journal WHERE episode = ?1 AND attempt = ?2 ORDER BY seq DESC LIMIT 1) FROM journal WHERE episode = ?1 "
-            "AND attempt = ?2"
-        )
-        row = connection.execute(query, (here, attempt)).fetchone()
-        return dict(zip(("turns", "tokens", "state"), row, strict=True))
+    @staticmethod
+    def _by_type(value: SqlValue, cases: Mapping[str, str]) -> str:
+        """The SQL for each type of JSON that a value has; NULL for others. JSON that SQLite does not read (NaN), or
+        that has escaped characters, is left to the evaluator."""
+        listed = " ".join(f"WHEN '{kind}' THEN {sql}" for kind, sql in cases.items())
+        readable = f"json_valid({value.sql}) AND instr({value.sql}, '\\u') = 0"
+        if not listed:
+            return "NULL"
+        return f"CASE WHEN {readable} THEN CASE json_type({value.sql}, {value.path}) {listed} END END"
 
-    def said(self, number: int, attempt: int, text: str) -> bool:
-        """Whether a text (case-folded) was said in an episode: in the conversation, or by a judge."""
-        # These parts stand in the stored JSON as they are. They only save time: what was said decides.
-        needles = [part for part in re.split(r'["\\\x00-\x1f\x7f]', text) if part]
-        connection, here = self.of(number)
-        query = "SELECT payload FROM journal WHERE episode = ? AND attempt = ? AND kind = 'score'"
-        with suppress(StoreError, ValueError, AttributeError, TypeError):  # a damaged one says nothing
-            told = self.text(number)
-            folded = told.casefold()
-            if all(part in folded for part in needles) and text in _told(told).casefold():
-                return True
-            for (record,) in connection.execute(query, (here, attempt)):
-                if text in "\n".join(from_json(record).get("replies", ())).casefold():
-                    return True
-        return False
+    def _value(self, node: Node) -> SqlValue | None:
+        match node:
+            case Constant(type=kind, value=value):
+                return self._constant(kind, value)
+            case Operation(operator="-", args=(Constant(type="int" | "double" as kind, value=value),)):
+                return self._constant(kind, -value)
+            case Name(name=name):
+                return self._json((name,))
+            case (
+                Select(of=Name(name=name), field=field, test=False)
+                | Index(of=Name(name=name), key=Constant(type="string", value=field))
+            ):
+                if (name, field) in FIELDS:
+                    kind, sql = FIELDS[name, field]
+                    return SqlValue(type=kind, sql=sql)
+                if field in self._constants.get(name, ()):
+                    value = self._constants[name][field]
+                    return self._constant(_TYPES[type(value)], value)
+                if (name, field) in _JSON:
+                    return self._json((name, field))
+        match node:
+            case Select(of=of, field=key, test=False) | Index(of=of, key=Constant(type="string", value=key)):
+                of_value = self._value(of)
+                if of_value is not None and of_value.type == "dyn" and (path := self._step(of_value.path, key)):
+                    return SqlValue(type="dyn", sql=of_value.sql, path=path)
+        return None
 
+    @staticmethod
+    def _json(path: tuple[str, ...]) -> SqlValue | None:
+        return SqlValue(type="dyn", sql=_JSON[path], path="'$'") if path in _JSON else None
 
-def _told(trajectory: str) -> str:
-    return cast("EpisodeHead", read_head(trajectory)).said()
+    def _constant(self, kind: str, value: Any) -> SqlValue | None:
+        return None if value is None else SqlValue(type=kind, sql=self._parameter(value))
+
+    def _parameter(self, value: Any) -> str:
+        name = f"c{len(self.parameters)}"
+        self.parameters[name] = value
+        return f":{name}"
+
+    @staticmethod
+    def _step(path: str, key: str) -> str | None:
+        """The path of a key below a path; None for a key that a path cannot hold."""
+        if not key or not key.isprintable() or set(key) & set("\"\\'"):
+            return None
+        return f'{path[:-1]}."{key}"\''
 
 
 @dataclass(slots=True)
@@ -233,23 +335,7 @@ def choose(
         in_sql = SqlFilter(guard.expression, constants)
         values |= in_sql.parameters
         condition = f"coalesce({in_sql.sql}, ask(e.number))"
-
-        def ask(number: int) -> bool:
-            row = connection.execute(
-                f"SELECT {_ROW} {FROM.format('episodes e')} WHERE e.number = :number", {**parameters, "number": number}
-            )
-            scope = dict(zip(_NAMES, row.fetchone(), strict=True))
-            try:
-                context = _context(names, number, scope, contents, constants)
-                return guard.evaluate(context)
-            except GuardError as error:
-                problem = f"{error}{_nearest(context, error)}"
-            except StoreError as error:
-                problem = str(error)
-            matching.skipped += 1
-            matching.because = matching.because or f"{scope['id']}: {problem}"
-            return False
-
+        ask = _evaluator(connection, parameters, contents, matching, guard, constants)
         connection.create_function("ask", 1, _noting(matching, ask))
     if text:
         said = _noting(matching, lambda number, attempt: contents.said(number, attempt, text.casefold()))
@@ -268,6 +354,35 @@ def choose(
     if matching.skipped:
         matching.evaluated += connection.execute(f"SELECT count(*) FROM episodes e WHERE {done}").fetchone()[0]
     connection.execute("COMMIT")
+
+
+def _evaluator(
+    connection: sqlite3.Connection,
+    parameters: Mapping[str, Any],
+    contents: Contents,
+    matching: Matching,
+    guard: Guard,
+    constants: Mapping[str, Any],
+) -> Callable[[int], bool]:
+    """Whether a guard holds for an episode, by its number. One without a value is counted."""
+
+    def ask(number: int) -> bool:
+        row = connection.execute(
+            f"SELECT {_ROW} {FROM.format('episodes e')} WHERE e.number = :number", {**parameters, "number": number}
+        )
+        scope = dict(zip(_NAMES, row.fetchone(), strict=True))
+        try:
+            context = _context(guard.names, number, scope, contents, constants)
+            return guard.evaluate(context)
+        except GuardError as error:
+            problem = f"{error}{_nearest(context, error)}"
+        except StoreError as error:
+            problem = str(error)
+        matching.skipped += 1
+        matching.because = matching.because or f"{scope['id']}: {problem}"
+        return False
+
+    return ask
 
 
 def _noting(matching: Matching, function: Any) -> Any:

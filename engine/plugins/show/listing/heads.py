@@ -8,7 +8,10 @@ A head has the attributes of a `Trajectory` that filters and evaluations read (`
 
 from __future__ import annotations
 
+import re
+import sqlite3
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
@@ -16,7 +19,9 @@ from pydantic_core import from_json
 
 from engine.errors import StoreError
 from engine.schemas.trajectory import Outcome, Turn
-from engine.store import codec, database
+from engine.store import codec, database, summaries
+from engine.store.dropped import dropped_among
+from engine.store.episode_filter import feedback_value
 from engine.store.reader import STORE
 from engine.store.reading import decoding, reading
 
@@ -137,3 +142,101 @@ def heads(store: RunReader) -> Iterator[Trajectory]:
                     yield read_head(texts[number])
                 elif name not in gone:
                     raise StoreError("its trajectory is missing, so the file is damaged")
+
+
+class Contents:
+    """The content of the episodes of a store, and what summaries would have of those that have none.
+
+    One store of a divided run is open at a time.
+    """
+
+    def __init__(self, store: RunReader) -> None:
+        self._store = store
+        self._part = -1
+        self._open: Iterator[tuple[sqlite3.Connection, int]] = iter(())
+        self._connection: sqlite3.Connection | None = None
+        self._last: tuple[int, tuple[Any, ...]] = (-1, ())
+
+    def close(self) -> None:
+        """Close the store that is open."""
+        if self._connection is not None:
+            self._open.close()  # type: ignore[attr-defined]  # a generator
+        self._connection, self._part = None, -1
+
+    def of(self, number: int) -> tuple[sqlite3.Connection, int]:
+        """Return a connection to the store of an episode, and the episode's number there."""
+        part = number // STORE
+        if self._connection is None or part != self._part:
+            self.close()
+            self._open = iter(self._store.contents([number]))
+            self._connection, _ = next(self._open)
+            self._part = part
+        return self._connection, number % STORE
+
+    def text(self, number: int) -> str:
+        """Return the JSON of an episode's result. Raises: StoreError: it is not there; the message says why."""
+        connection, here = self.of(number)
+        with reading(connection):
+            row = connection.execute("SELECT trajectory FROM trajectories WHERE episode = ?", (here,)).fetchone()
+            if row is None and dropped_among(connection, [here]):
+                raise StoreError("its content was dropped to save space")
+        if row is None:
+            raise StoreError("its trajectory is missing, so the file is damaged")
+        return str(row[0])
+
+    def summary(self, number: int) -> tuple[Any, ...]:
+        """Return the summary of a finished episode that has none stored. Of one that is damaged: the problem as its
+        message."""
+        if self._last[0] != number:
+            try:
+                head = read_head(self.text(number))
+                connection, here = self.of(number)
+                query = "SELECT tokens, weight_versions FROM branches WHERE episode = ?"
+                with codec.damaged("the episode"):
+                    values = summaries.summary_of(head, connection.execute(query, (here,)).fetchall())
+            except StoreError as error:
+                values = (str(error), *[None] * (len(summaries.COLUMNS) - 1))
+            self._last = (number, values)
+        return self._last[1]
+
+    def feedback(self, number: int, attempt: int) -> dict[str, Any]:
+        """Return the variable `feedback` at the end of an episode."""
+        connection, here = self.of(number)
+        query = "SELECT payload FROM journal WHERE episode = ? AND attempt = ? AND kind = 'user' ORDER BY seq DESC"
+        row = connection.execute(query, (here, attempt)).fetchone()
+        if row is None:
+            return feedback_value({})
+        with codec.damaged("the user's turn"):
+            values = from_json(row[0])
+            turn = values["turn"]
+            return feedback_value(
+                turn["facts"], solved=turn["solved"], satisfied=turn["satisfied"], malformed=values["canned"]
+            )
+
+    def live(self, number: int, attempt: int) -> dict[str, Any]:
+        """Return what the journal of an episode has that is not done: turns, sampled tokens, state."""
+        connection, here = self.of(number)
+        query = (
+            "SELECT coalesce(sum(kind = 'generation'), 0), coalesce(sum(length(tokens)) / 8, 0), (SELECT dest FROM "
+            "journal WHERE episode = ?1 AND attempt = ?2 ORDER BY seq DESC LIMIT 1) FROM journal WHERE episode = ?1 "
+            "AND attempt = ?2"
+        )
+        row = connection.execute(query, (here, attempt)).fetchone()
+        return dict(zip(("turns", "tokens", "state"), row, strict=True))
+
+    def said(self, number: int, attempt: int, text: str) -> bool:
+        """Whether a text (case-folded) was said in an episode: in the conversation, or by a judge."""
+        # These parts stand in the stored JSON as they are. They only save time: what was said decides.
+        needles = [part for part in re.split(r'["\\\x00-\x1f\x7f]', text) if part]
+        connection, here = self.of(number)
+        query = "SELECT payload FROM journal WHERE episode = ? AND attempt = ? AND kind = 'score'"
+        with suppress(StoreError, ValueError, AttributeError, TypeError):  # a damaged one says nothing
+            trajectory = self.text(number)
+            folded = trajectory.casefold()
+            head = cast("EpisodeHead", read_head(trajectory)) if all(part in folded for part in needles) else None
+            if head is not None and text in head.said().casefold():
+                return True
+            for (record,) in connection.execute(query, (here, attempt)):
+                if text in "\n".join(from_json(record).get("replies", ())).casefold():
+                    return True
+        return False
