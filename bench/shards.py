@@ -138,7 +138,7 @@ def listing(folder: Path) -> Any:
     from engine.plugins.show.listing.listing import Listing
     from engine.store import find_run
 
-    return Listing.open([find_run(str(folder / "shards"))])
+    return Listing([find_run(str(folder / "shards"))])
 
 
 def open_run(folder: Path) -> Any:

@@ -44,7 +44,7 @@ LISTING = """
 import sys
 import engine.plugins.show.listing.listing as module
 from engine.plugins.show.listing.sources import find
-with module.Listing.open([find(sys.argv[1])]) as listing:
+with module.Listing([find(sys.argv[1])]) as listing:
     {}
 """
 EPISODES = """
@@ -135,6 +135,7 @@ def measured(command: list[str], run: Path, cache: Path, checkout: Path | None) 
     environment = {**os.environ, "EPISODE_ENGINE_CACHE": str(cache)}
     words = list(command)
     if checkout is not None:
+        words[0] = words[0].replace("module.Listing(", "module.Listing.open(")
         environment["PYTHONPATH"] = str(checkout)
         words[0] = words[0].replace("engine.plugins.show.listing.listing", "engine.view.listing")
         words[0] = words[0].replace("engine.plugins.show.listing.sources", "engine.view.sources")

@@ -59,7 +59,7 @@ def show_list(folder: Path, chosen: Selection, *, json: bool) -> None:
         wrong_usage("--filter, --sort and --json use the run's own rewards; leave out --score")
     training = is_training(folder)
     console = make_console()
-    with Listing.open([folder]) as listing:
+    with Listing([folder]) as listing:
         expression = chosen.expression
         only_training = training and "run." not in (expression or "")
         if only_training:  # else evaluations would stand among the episodes of the training

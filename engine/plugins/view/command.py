@@ -59,7 +59,7 @@ def view(
         if export is None and (filter or text):
             raise typer.BadParameter("--filter and --text belong to --export; in the app they are fields of the list")
         paths = [find(run, out) for run in runs] if runs else _newest(out)
-        with Listing.open(paths) as listing:
+        with Listing(paths) as listing:
             if export is not None:
                 _export(listing, export, filter, text, max_size)
             else:

@@ -1,6 +1,6 @@
 """The JSON documents of the pages, by name. The server answers with them, and a file of `--export` holds them.
 
-    documents = Documents(Listing.open([find("latest")]))
+    documents = Documents(Listing([find("latest")]))
     documents.answer("episode", {"run": "quickstart-…", "id": "sum-17/0"})
 
 Every parameter is a text, as it stands in an address.

@@ -131,7 +131,7 @@ async def test_a_run_that_goes_on_is_read_as_it_is(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     with RunStore.open(run) as own:
         await own.plan([make_task(0), make_task(1)], 1)
-    with driver(run, "0") as store, Listing.open([run]) as listing:
+    with driver(run, "0") as store, Listing([run]) as listing:
         assert [(row.episode, row.status) for row in listing.page().rows] == [("t0/0", "pending"), ("t1/0", "pending")]
         begun = await store.begin(make_task(0), 0)
         await write_entries(begun, make_entry(0))
@@ -179,7 +179,7 @@ async def test_a_folder_or_url_of_shards_alone_is_a_run(tmp_path: Path, url: boo
     read = RunStore.open(find_run(place), readonly=True)
     assert contents(read) == expected
     assert read.status == "done"
-    with Listing.open([find_run(place)]) as listing:
+    with Listing([find_run(place)]) as listing:
         assert [row.episode for row in listing.page("turns.assistant == 2").rows] == ["t0/0", "t1/0"]
 
 

@@ -29,7 +29,7 @@ def test_curves_have_the_steps_with_a_value(training: Path) -> None:
 
 
 def test_episodes_have_the_step_that_sampled_them(training: Path) -> None:
-    with Listing.open([training]) as listing:
+    with Listing([training]) as listing:
         assert [row.episode for row in listing.page("run.step == 1 && !run.evaluation").rows] == [
             "t0/0",
             "t0/1",
@@ -49,11 +49,11 @@ def test_episodes_have_the_step_that_sampled_them(training: Path) -> None:
 def test_an_evaluation_leads_to_its_episodes(training: Path) -> None:
     (found,) = Training(training).evaluations()
     assert (found.step, found.run, found.metrics) == (2, f"{TRAINING}/evals/step-000002", {"eval/reward": 0.1})
-    with Listing.open([training]) as listing:
+    with Listing([training]) as listing:
         rows = listing.page(found.filter).rows
         assert [(row.run, row.episode, row.step) for row in rows] == [(found.run, "t0/0", 2), (found.run, "t1/0", 2)]
         assert listing.page("run.evaluation").total == 2
-    with Listing.open([os.path.relpath(training / "rollouts")]) as listing:
+    with Listing([os.path.relpath(training / "rollouts")]) as listing:
         assert listing.sources[0].key == f"{TRAINING}/rollouts"
 
 
@@ -63,7 +63,7 @@ def test_reading_changes_no_file_of_the_training(training: Path) -> None:
 
     before = content()
     assert (Training(training).planned, len(Training(training).evaluations())) == (5, 1)
-    with Listing.open([training]) as listing:
+    with Listing([training]) as listing:
         listing.page("run.step == 1")
     assert content() == before
 
@@ -80,7 +80,7 @@ async def test_latest_is_the_newest_run_or_training(training: Path) -> None:
 
 
 async def test_a_list_has_evaluations_that_are_made_after_it_was_opened(training: Path) -> None:
-    with Listing.open([training, training / "rollouts"]) as listing:
+    with Listing([training, training / "rollouts"]) as listing:
         assert listing.page().total == 14
         with new_run(training / "evals", "step-000004", evaluation=True) as store:
             await fill(store, 1, 1)

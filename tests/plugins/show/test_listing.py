@@ -39,7 +39,7 @@ def names(listing: Listing, *arguments: object, **named: object) -> list[str]:
 
 
 def test_a_row_has_what_the_episode_ended_with(run: Path) -> None:
-    with Listing.open([run]) as listing:
+    with Listing([run]) as listing:
         page = listing.page()
         assert page.total == 12
         row = next(row for row in page.rows if row.episode == "t5/1")
@@ -86,7 +86,7 @@ def test_a_filter_chooses_what_the_filter_of_export_chooses(run: Path, expressio
                 chosen += [trajectory.episode_id] if keep(trajectory) else []
             except StoreError:  # no such fact; a list leaves it out
                 pass
-    with Listing.open([run]) as listing:
+    with Listing([run]) as listing:
         assert names(listing, expression) == chosen
 
 
@@ -102,13 +102,13 @@ def test_a_filter_chooses_what_the_filter_of_export_chooses(run: Path, expressio
     ],
 )
 def test_a_wrong_filter_is_an_error_that_says_what_to_write(run: Path, expression: str, message: str) -> None:
-    with Listing.open([run]) as listing, pytest.raises(StoreError, match="filter") as caught:
+    with Listing([run]) as listing, pytest.raises(StoreError, match="filter") as caught:
         listing.page(expression)
     assert message in str(caught.value)
 
 
 def test_episodes_without_a_value_are_counted(run: Path) -> None:
-    with Listing.open([run]) as listing:
+    with Listing([run]) as listing:
         page = listing.page("facts.tries > 1")
         assert [row.episode for row in page.rows] == ["t3/0", "t3/1", "t5/0", "t5/1"]
         assert page.skipped == 6
@@ -120,7 +120,7 @@ def test_episodes_without_a_value_are_counted(run: Path) -> None:
 @pytest.mark.parametrize("sort", slow_but_each(3, [*SORTS[:-1], "reward:answer", 'reward:no"such']))
 @pytest.mark.parametrize("filter", [None, "outcome.reward > 0.5"])
 def test_each_sort_key_orders_the_whole_list_over_pages(run: Path, sort: str, filter: str | None) -> None:
-    with Listing.open([run]) as listing:
+    with Listing([run]) as listing:
         whole = names(listing, filter, sort=sort)
         assert sorted(whole) == sorted(names(listing, filter))
         paged = [
@@ -132,7 +132,7 @@ def test_each_sort_key_orders_the_whole_list_over_pages(run: Path, sort: str, fi
 
 
 def test_sorting_puts_the_largest_first_and_missing_values_last(run: Path) -> None:
-    with Listing.open([run]) as listing:
+    with Listing([run]) as listing:
         rows = listing.page(sort="reward:answer", descending=True).rows
         assert [row.rewards["answer"] for row in rows] == sorted((row.rewards["answer"] for row in rows), reverse=True)
         assert names(listing, sort="limit", descending=False)[:4] == ["t1/0", "t1/1", "t4/0", "t4/1"]
@@ -148,7 +148,7 @@ def test_sorting_puts_the_largest_first_and_missing_values_last(run: Path) -> No
     ],
 )  # fmt: skip
 def test_text_is_searched_in_what_was_said_alone(run: Path, text: str, found: list[str] | int) -> None:
-    with Listing.open([run]) as listing:
+    with Listing([run]) as listing:
         chosen = names(listing, text=text)
         assert chosen == found if isinstance(found, list) else len(chosen) == found
 
@@ -164,14 +164,14 @@ async def test_text_is_searched_in_what_a_judge_said_of_the_last_attempt(tmp_pat
             await write_result(begun, ended(index, 0))
         begun = await store.begin(make_task(3), 0)  # unfinished
         await write_entries(begun, replace(make_entry(0), record=ScoreRecord(rewards=[], replies=["poor"])))
-    with Listing.open([store.folder]) as listing:
+    with Listing([store.folder]) as listing:
         assert names(listing, text="poor") == ["t0/0"]
         assert names(listing, text='"NO" reason') == ["t0/0"]
         assert names(listing, text="replies") == []
 
 
 def test_causes_count_failures_and_limits_and_their_filters_choose_them(run: Path) -> None:
-    with Listing.open([run]) as listing:
+    with Listing([run]) as listing:
         causes = listing.causes()
         assert [(cause.failure, cause.blame, cause.limit, cause.count, cause.share) for cause in causes] == [
             (None, None, "assistant_turns", 4, 4 / 12),
@@ -188,7 +188,7 @@ def test_causes_count_failures_and_limits_and_their_filters_choose_them(run: Pat
 
 
 def test_neighbours_and_groups_follow_the_list(run: Path) -> None:
-    with Listing.open([run]) as listing:
+    with Listing([run]) as listing:
         found = listing.neighbours(run.name, "t2/0", "outcome.solved", sort="reward", descending=True)
         assert found.plain() == {"previous": [run.name, "t2/1"], "next": None, "position": 3, "total": 4}
         assert listing.neighbours(run.name, "t0/0", "outcome.solved").position == -1
@@ -204,7 +204,7 @@ async def test_a_list_follows_a_run_that_is_written(tmp_path: Path) -> None:
         await fill(store, 1, 1)
         begun = await begin(store, 1, 4)
         name = begun.episode_id
-        with Listing.open([store.folder]) as listing:
+        with Listing([store.folder]) as listing:
             rows = {row.episode: row for row in listing.page().rows}
             assert (rows[name].status, rows[name].turns, rows[name].tokens, rows[name].state) == (
                 "running", {"assistant": 2}, {"sampled": 32}, "AWAITING_TOOL",
@@ -227,20 +227,20 @@ async def test_a_list_follows_a_run_that_is_written(tmp_path: Path) -> None:
 async def test_another_run_in_the_same_folder_replaces_the_summaries(tmp_path: Path) -> None:
     with new_run(tmp_path, created=1.0) as store:
         await fill(store, 2, 1)
-    with Listing.open([store.folder]) as listing:
+    with Listing([store.folder]) as listing:
         assert listing.page("outcome.reward < 100.0").total == 2
     for file in store.folder.iterdir():
         file.unlink()
     store.folder.rmdir()
     with new_run(tmp_path, created=2.0) as store:
         await fill(store, 1, 1, first=2)
-    with Listing.open([store.folder]) as listing:
+    with Listing([store.folder]) as listing:
         assert names(listing, "outcome.reward < 100.0") == ["t2/0"]
 
 
 def test_a_list_writes_nothing_into_the_run(run: Path) -> None:
     before = {path.name: path.read_bytes() for path in run.iterdir() if path.suffix == ".db" or path.suffix == ".lock"}
-    with Listing.open([run]) as listing:
+    with Listing([run]) as listing:
         listing.page("outcome.solved", text="a")
     assert {
         path.name: path.read_bytes() for path in run.iterdir() if path.suffix == ".db" or path.suffix == ".lock"
@@ -253,7 +253,7 @@ async def test_runs_are_listed_together_and_failures_stay_apart(tmp_path: Path) 
         with new_run(tmp_path, f"run-{number}") as store:
             await fill(store, 2, 1, first=number)
             folders.append(store.folder)
-    with Listing.open(folders) as listing:
+    with Listing(folders) as listing:
         assert [(row.run, row.episode) for row in listing.page().rows] == [
             ("run-0", "t0/0"), ("run-0", "t1/0"), ("run-1", "t1/0"), ("run-1", "t2/0"),
         ]  # fmt: skip
@@ -276,7 +276,7 @@ async def test_a_run_of_an_older_engine_has_the_same_list(tmp_path: Path) -> Non
     for sort, filter in product(("turns.user", "tokens.trained", "reward:answer"), (None, *expressions)):
         pages = []
         for folder in folders:
-            with Listing.open([folder]) as listing:
+            with Listing([folder]) as listing:
                 page = listing.page(filter, sort=sort, descending=True)
             pages.append(([row.plain() | times for row in page.rows], page.total, page.skipped, page.skipped_because))
         assert pages[0] == pages[1]
@@ -287,12 +287,12 @@ async def test_dropped_episodes_keep_what_filters_read(tmp_path: Path) -> None:
     with new_run(tmp_path) as store:
         await fill(store)
         await store.drop(["t3/0", "t3/1"])
-    with Listing.open([store.folder]) as listing:
+    with Listing([store.folder]) as listing:
         assert names(listing, "has(facts.tries) && facts.tries == 3") == ["t3/0", "t3/1"]
         assert listing.page('last.text != "nobody"').skipped == 2
     with sqlite3.connect(store.folder / "run.db") as connection:
         connection.execute("DROP TABLE summaries")
-    with Listing.open([store.folder]) as listing:
+    with Listing([store.folder]) as listing:
         page = listing.page("has(facts.tries)")
         assert (page.skipped, page.skipped_because) == (2, "t3/0: its content was dropped to save space")
 
@@ -303,7 +303,7 @@ async def test_pages_of_several_runs_are_in_one_order(tmp_path: Path) -> None:
         with new_run(tmp_path, f"run-{number}") as store:
             await fill(store, 5, 2, first=number)
             folders.append(store.folder)
-    with Listing.open(folders) as listing:
+    with Listing(folders) as listing:
         for sort, descending in product(("order", "run", "episode", "reward", "limit", "turns.user"), (False, True)):
             whole = listing.keys(sort=sort, descending=descending)
             assert len(whole) == 30
@@ -324,7 +324,7 @@ async def test_a_damaged_episode_is_listed_and_named(tmp_path: Path) -> None:
         connection.execute("UPDATE trajectories SET trajectory = '{}' WHERE episode = 2")
         connection.execute("UPDATE branches SET weight_versions = x'01' WHERE episode = 3")
         connection.execute("DROP TABLE summaries")
-    with Listing.open([store.folder]) as listing:
+    with Listing([store.folder]) as listing:
         assert names(listing) == ["t0/0", "t1/0", "t2/0"] == names(listing, "outcome.reward < 100.0")
         page = listing.page("episode.trained > 0")
         assert [row.episode for row in page.rows] == ["t0/0"]
@@ -347,10 +347,10 @@ def test_threads_share_a_list_and_several_lists_a_run(run: Path) -> None:
     expected = ["t2/0", "t2/1", "t5/0", "t5/1"]
 
     def own(_: int) -> list[str]:
-        with Listing.open([run]) as listing:
+        with Listing([run]) as listing:
             return names(listing, "outcome.solved")
 
-    with ThreadPoolExecutor(6) as pool, Listing.open([run]) as shared:
+    with ThreadPoolExecutor(6) as pool, Listing([run]) as shared:
         assert list(pool.map(own, range(6))) == [expected] * 6
         found = pool.map(lambda n: names(shared, "outcome.solved" if n % 2 else "!outcome.solved"), range(12))
         assert [sorted(each) == expected for each in found] == [bool(n % 2) for n in range(12)]

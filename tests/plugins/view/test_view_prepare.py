@@ -21,7 +21,7 @@ async def test_the_tokenizer_is_loaded_after_the_first_answer(
         await fill(store, 2, 1)
     loaded: list[str] = []
     monkeypatch.setattr(module, "texts_of", lambda store: loaded.append(store.run_id))
-    with Listing.open([store.folder]) as listing:
+    with Listing([store.folder]) as listing:
         documents = Documents(listing)
         thread = Thread(target=documents.prepare, args=(600,))
         thread.start()
@@ -39,6 +39,6 @@ async def test_the_tokenizer_is_loaded_even_if_nothing_is_asked(
         await fill(store, 2, 1)
     loaded: list[str] = []
     monkeypatch.setattr(module, "texts_of", lambda store: loaded.append(store.run_id))
-    with Listing.open([store.folder]) as listing:
+    with Listing([store.folder]) as listing:
         Documents(listing).prepare(0)
     assert loaded == [store.run_id]

@@ -32,7 +32,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def listing(run: Path) -> Iterator[Listing]:
     """Its episodes."""
-    with Listing.open([run]) as found:
+    with Listing([run]) as found:
         yield found
 
 

@@ -1,6 +1,6 @@
 """A list of the episodes of one or several stores: pages, filters, text search, causes of failures, neighbours.
 
-    with Listing.open([find("latest")]) as listing:
+    with Listing([find("latest")]) as listing:
         page = listing.page('outcome.reward < 0.5 && task.level == "hard"', "sorry", "reward", False, 0, 50)
         listing.causes()
 
@@ -70,6 +70,9 @@ CREATE TABLE steps (source INTEGER, task TEXT, step INTEGER, PRIMARY KEY (source
 class Listing:
     """Episodes of stores. Methods may be called from several threads; they take turns.
 
+    Args:
+        paths: Folders of runs and trainings, from `engine.plugins.show.listing.sources.find`.
+
     Raises:
         StoreError: a store cannot be read, or there are none.
     """
@@ -85,15 +88,6 @@ class Listing:
             connection.executescript(_SIDE)
         self._chosen: tuple[Any, Matching] | None = None
         self._steps: dict[int, Any] = {}
-
-    @classmethod
-    def open(cls, paths: Iterable[Path | str]) -> Listing:
-        """Open the stores of runs and trainings (`engine.plugins.show.listing.sources.find` gives their folders).
-
-        Raises:
-            StoreError: one cannot be read, or there are none.
-        """
-        return cls(paths)
 
     def close(self) -> None:
         """Remove the temporary file."""
