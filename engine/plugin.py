@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, fields
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar
 
 GROUP = "episode_engine.plugins"
 OFF = "ENGINE_PLUGINS_OFF"
@@ -58,6 +58,8 @@ PLUGINS = "engine.plugins."
 BELONGS = "it belongs to the plugin"
 """How the text of `missing` begins."""
 T = TypeVar("T")
+M = TypeVar("M")
+P = ParamSpec("P")
 Entries = Mapping[str, str]
 """Name -> `module:object`."""
 
@@ -410,3 +412,10 @@ class Hook(Generic[T]):
             with guarded(plugin):
                 called.append(load(plugin.hooks[self.name]))
         return called
+
+    def made(
+        self: Hook[Callable[P, M | None]], written: Collection[str] | None, *args: P.args, **kwargs: P.kwargs
+    ) -> list[M]:
+        """What the functions make that `all` gives; one that is not needed makes None, and is left out."""
+        things = [make(*args, **kwargs) for make in self.all(written)]
+        return [thing for thing in things if thing is not None]

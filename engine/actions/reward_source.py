@@ -66,8 +66,7 @@ the plugin."""
 def sources_of(loaded: LoadedSpec, code: Workers) -> list[RewardSource]:
     """The sources of a spec, in their order: its environment, its scorer, and those of plugins."""
     environment, scorer = loaded.spec.environment, loaded.spec.rewards.scorer
-    added = [make(loaded, code) for make in REWARD_SOURCE.all(written(loaded.spec))]
-    sources = [source for source in added if source is not None]
+    sources = REWARD_SOURCE.made(written(loaded.spec), loaded, code)
     if environment is not None:
         sources.append(EnvironmentRewards(code, environment))
     if scorer is not None and scorer.use is not None:

@@ -125,5 +125,5 @@ part of the plugin."""
 
 def open_services(inputs: ServiceInputs) -> list[EpisodeService]:
     """The services that plugins give to the episodes of one `Runner`, not started, in their order."""
-    opened = [make(inputs) for make in OPEN_SERVICE.all(used_plugins(inputs.loaded.spec))]
-    return sorted((service for service in opened if service is not None), key=lambda service: service.order)
+    opened = OPEN_SERVICE.made(used_plugins(inputs.loaded.spec), inputs)
+    return sorted(opened, key=lambda service: service.order)

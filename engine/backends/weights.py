@@ -5,8 +5,6 @@ Invariant: the trainer alone gives servers weights; after `follow(weights)` no r
 
 from __future__ import annotations
 
-from typing import Protocol
-
 from engine.schemas.base import Struct
 
 
@@ -18,31 +16,18 @@ class ServerWeights(Struct, frozen=True, kw_only=True):
     """Name of the weights that computed the cached prefixes that requests may use; None: all of them."""
 
 
-class GivenWeights(Protocol):
-    """Which weights the servers were given; None: their own."""
+class GivenWeights:
+    """Which weights the servers were given. These are given none: a subclass says what they are given."""
 
-    @property
-    def expected(self) -> str | None:
-        """Name of the weights that every request sent from now on must be sampled with."""
-
-    @property
-    def prefixes(self) -> str | None:
-        """Name of the weights that computed the cached prefixes that requests may use from now on."""
+    expected: str | None = None
+    """Name of the weights that every request sent from now on must be sampled with; None: any."""
+    prefixes: str | None = None
+    """Name of the weights that computed the cached prefixes that requests may use from now on; None: all of them."""
 
     def accepts(self, version: str, expected: str) -> bool:
         """Whether a reply may be sampled with the weights `version`, if `expected` was expected when it was
         requested."""
-
-
-class OwnWeights:
-    """The `GivenWeights` of servers that are given none."""
-
-    expected: str | None = None
-    prefixes: str | None = None
-
-    def accepts(self, version: str, expected: str) -> bool:
-        """Nothing is expected."""
-        return True
+        return version == expected
 
 
 class PolicyAdapter(Struct, frozen=True, kw_only=True):

@@ -113,8 +113,7 @@ class RunObservers:
     """
 
     def __init__(self, loaded: LoadedSpec, store: RunStore) -> None:
-        made = [make(loaded, store) for make in OBSERVE_RUN.all(written(loaded.spec))]
-        self._observers = [observer for observer in made if observer is not None]
+        self._observers = OBSERVE_RUN.made(written(loaded.spec), loaded, store)
 
     @asynccontextmanager
     async def of_errors(self) -> AsyncIterator[None]:
@@ -143,11 +142,9 @@ class RunObservers:
 
 def episode_observers(loaded: LoadedSpec, store: RunStore) -> list[EpisodeObserver]:
     """The observers of the episodes of one `Runner`."""
-    made = [make(loaded, store) for make in OBSERVE_EPISODES.all(written(loaded.spec))]
-    return [observer for observer in made if observer is not None]
+    return OBSERVE_EPISODES.made(written(loaded.spec), loaded, store)
 
 
 def training_observers(loaded: LoadedSpec, folder: Path) -> list[TrainingObserver]:
     """The observers of one training."""
-    made = [make(loaded, folder) for make in OBSERVE_TRAINING.all(written(loaded.spec))]
-    return [observer for observer in made if observer is not None]
+    return OBSERVE_TRAINING.made(written(loaded.spec), loaded, folder)

@@ -39,7 +39,7 @@ from engine.runner.failure_causes import Causes, Verdict, places
 from engine.runner.guarded import EpisodeGuard
 from engine.runner.observers import episode_observers
 from engine.runner.processes import refuse_many
-from engine.runner.source import EpisodeSource, InOrder, rare_collections, run_workers, unfinished_episodes
+from engine.runner.source import EpisodeSource, rare_collections, run_workers, unfinished_episodes
 from engine.runner.summary import RunResult, RunSummary
 from engine.storable import words_of
 from engine.store.fork import shared_entries
@@ -192,7 +192,7 @@ class Runner:
             for trajectory in self._store.trajectories():
                 self.summary.add(trajectory)
             self.counters.before = self.summary.episodes
-            episodes = source or InOrder(
+            episodes = source or EpisodeSource(
                 unfinished_episodes(self.tasks, samples, self._store.finished(), self._isolation)
             )
             alive = self.spec.rollout.live_episodes or 2 * self.spec.rollout.concurrency

@@ -7,7 +7,7 @@ import asyncio
 import gc
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from engine.plugin import entries, load
 from engine.runner.crash_isolation import APART, CrashIsolation
@@ -32,30 +32,20 @@ def fitting_tasks(tasks: TaskList, loaded: LoadedSpec, template: ChatTemplate) -
     return fitting
 
 
-class EpisodeSource(Protocol):
-    """Gives a runner its episodes, one after another."""
-
-    async def next(self) -> tuple[Task, int, int] | None:
-        """Return the next episode: its task, its index in the group, and the number of its first attempt; None: no
-        more."""
-
-    def ended(self, task: Task, sample: int, *, finished: bool) -> None:
-        """Count an episode that has ended. finished: it is stored; else the engine could not finish it."""
-
-
-class InOrder:
-    """Gives episodes in the order of an iterator."""
+class EpisodeSource:
+    """Gives a runner its episodes, one after another: here those of an iterator."""
 
     def __init__(self, episodes: Iterator[tuple[Task, int]]) -> None:
         self._episodes = episodes
 
     async def next(self) -> tuple[Task, int, int] | None:
-        """Return the next one."""
+        """Return the next episode: its task, its index in the group, and the number of its first attempt; None: no
+        more."""
         episode = next(self._episodes, None)
         return None if episode is None else (*episode, 0)
 
     def ended(self, task: Task, sample: int, *, finished: bool) -> None:
-        """Nothing depends on it."""
+        """Count an episode that has ended. finished: it is stored; else the engine could not finish it."""
 
 
 def unfinished_episodes(

@@ -232,7 +232,7 @@ def chosen_reader(template: JinjaTemplate, spec: ModelSpec) -> ChosenReader:
 
 def _choose(template: JinjaTemplate, spec: ModelSpec) -> ChosenReader:
     tried: dict[str, str] = {}
-    families = [name for name, family in FAMILIES.items() if family.mark in template.fast.added]
+    families = [name for name, mark in FAMILIES.items() if mark in template.fast.added]
     for name in [*families, *(name for name, kind in FORMATS.items() if kind.auto)]:
         problem = _set_reader(template, name, spec)
         problems = {"it": problem} if problem else failures(template)

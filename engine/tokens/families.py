@@ -9,7 +9,7 @@ Invariant: for `auto`, the library never renders. The model's chat template rend
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 
 from engine.errors import RenderError
-from engine.schemas.base import Struct
 from engine.schemas.model import ModelSpec
 from engine.tokens.bridge.kinds import View
 from engine.tokens.bridge.wrapper import Bridge
@@ -31,47 +30,39 @@ from engine.tokens.toolcalls import tool_call_format
 _QWEN, _GLM, _DEEPSEEK, _EOS = "<tool_response>", "[gMASK]", "<｜begin▁of▁sentence｜>", "〈|EOS|〉"
 
 
-class Family(Struct, frozen=True, kw_only=True):
-    """What the engine knows of one family."""
-
-    mark: str
-    """A token that the family cannot do without. The library takes a second to import, and some families fetch a
-    vocabulary, so `auto` does not try the family on a tokenizer without it."""
-    make: Callable[[FastTokenizer], Any] | None = None
-    """Makes the object that parses replies; the library's renderer where left out."""
-
-
 FAMILIES = {
-    "qwen3": Family(mark=_QWEN),
-    "qwen3-vl": Family(mark=_QWEN),
-    "qwen3.5": Family(mark=_QWEN),
-    "qwen3.6": Family(mark=_QWEN),
-    "qwen3.8": Family(mark=_QWEN),
-    "prime-qwen3": Family(mark=_QWEN),
-    "nemotron-3": Family(mark=_QWEN),
-    "nemotron-3-ultra": Family(mark=_QWEN),
-    "nemotron-3.5": Family(mark=_QWEN),
-    "llama-3": Family(mark="<|eom_id|>"),
-    "gemma4": Family(mark="<|turn>"),
-    "gpt-oss": Family(mark="<|channel|>", make=Harmony),
-    "glm-4.5": Family(mark=_GLM),
-    "glm-5": Family(mark=_GLM),
-    "glm-5.1": Family(mark=_GLM),
-    "glm-5.3": Family(mark=_GLM),
-    "deepseek-v3": Family(mark=_DEEPSEEK),
-    "deepseek-r1": Family(mark=_DEEPSEEK),
-    "deepseek-v4": Family(mark=_DEEPSEEK),
-    "kimi-k2": Family(mark="<|im_user|>"),
-    "kimi-k2.5": Family(mark="<|im_user|>"),
-    "minimax-m2": Family(mark="]~!b["),
-    "hy3": Family(mark="<｜hy_begin_of_sentence:opensource｜>"),
-    "inkling": Family(mark="<|message_user|>"),
-    "laguna-xs.2": Family(mark=_EOS),
-    "laguna-m.1": Family(mark=_EOS),
-    "laguna-xs-2.1": Family(mark=_EOS),
-    "laguna-s-2.1": Family(mark=_EOS),
+    "qwen3": _QWEN,
+    "qwen3-vl": _QWEN,
+    "qwen3.5": _QWEN,
+    "qwen3.6": _QWEN,
+    "qwen3.8": _QWEN,
+    "prime-qwen3": _QWEN,
+    "nemotron-3": _QWEN,
+    "nemotron-3-ultra": _QWEN,
+    "nemotron-3.5": _QWEN,
+    "llama-3": "<|eom_id|>",
+    "gemma4": "<|turn>",
+    "gpt-oss": "<|channel|>",
+    "glm-4.5": _GLM,
+    "glm-5": _GLM,
+    "glm-5.1": _GLM,
+    "glm-5.3": _GLM,
+    "deepseek-v3": _DEEPSEEK,
+    "deepseek-r1": _DEEPSEEK,
+    "deepseek-v4": _DEEPSEEK,
+    "kimi-k2": "<|im_user|>",
+    "kimi-k2.5": "<|im_user|>",
+    "minimax-m2": "]~!b[",
+    "hy3": "<｜hy_begin_of_sentence:opensource｜>",
+    "inkling": "<|message_user|>",
+    "laguna-xs.2": _EOS,
+    "laguna-m.1": _EOS,
+    "laguna-xs-2.1": _EOS,
+    "laguna-s-2.1": _EOS,
 }
-"""Families whose readers `auto` tries, in this order. Only the test on the template decides (choosing.py)."""
+"""Families whose readers `auto` tries, in this order, and a token that each cannot do without: the library takes a
+second to import, and some families fetch a vocabulary, so a family is not tried on a tokenizer without its token. Only
+the test on the template decides (choosing.py)."""
 
 
 def make_reader(name: str, tokenizer: FastTokenizer, spec: ModelSpec, stops: frozenset[int]) -> FamilyReader:
@@ -83,8 +74,7 @@ def make_reader(name: str, tokenizer: FastTokenizer, spec: ModelSpec, stops: fro
         spec: The spec's `model`.
         stops: Ids that end a reply.
     """
-    make = FAMILIES[name].make
-    library = make_renderer(name, tokenizer, spec) if make is None else make(tokenizer)
+    library: Any = Harmony(tokenizer) if name == "gpt-oss" else make_renderer(name, tokenizer, spec)
     return FamilyReader(name, library, tokenizer, stops)
 
 

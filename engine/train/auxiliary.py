@@ -116,5 +116,4 @@ def open_objectives(
     loaded: LoadedSpec, train: TrainSpec, template: ChatTemplate, policy: Policy
 ) -> list[AuxiliaryObjective]:
     """The objectives that plugins give to a training. Raises: EngineError: one of them cannot be made."""
-    opened = [make(loaded, train, template, policy) for make in OBJECTIVES.all(used_plugins(loaded.spec))]
-    return [objective for objective in opened if objective is not None]
+    return OBJECTIVES.made(used_plugins(loaded.spec), loaded, train, template, policy)

@@ -24,7 +24,7 @@ from engine.backends.servers.pool import Pool, Server
 from engine.backends.servers.reply_call import ReplyCall
 from engine.backends.servers.wire import RequestEncoder
 from engine.backends.slots import Slots
-from engine.backends.weights import OwnWeights
+from engine.backends.weights import GivenWeights
 from engine.deadline import Deadlines
 from engine.errors import BackendError, ContextOverflow
 from engine.schemas.generation import GenerateRequest, Generation, SamplingParams
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from engine.backends.servers.dialect import Dialect
     from engine.backends.servers.launched import LaunchedServers
     from engine.backends.servers.wire import ReplyPart
-    from engine.backends.weights import GivenWeights, PolicyAdapter
+    from engine.backends.weights import PolicyAdapter
     from engine.schemas.backend import ServersSpec
     from engine.tokens.experts import ExpertLayout
     from engine.tokens.template import ChatTemplate
@@ -89,7 +89,7 @@ class ServersBackend(Backend):
             wake=self._wake,
             probe=self.dialect.probe,
         )
-        self.weights: GivenWeights = OwnWeights()
+        self.weights = GivenWeights()
         """Says which weights the servers must have."""
         self.encoder = RequestEncoder(self.dialect, vocab_size=format.vocab_size)
         """Encodes the requests; replaced when the servers' facts are known."""

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import structlog
 
 from engine.backends.servers.pool import Pool, Server
-from engine.backends.weights import ServerWeights
+from engine.backends.weights import GivenWeights, ServerWeights
 from engine.errors import BackendError
 from engine.schemas.base import Struct
 
@@ -215,7 +215,7 @@ class KeptMemory:
         """
 
 
-class Control:
+class Control(GivenWeights):
     """Calls that change a whole server.
 
         async with backend.control.paused():
@@ -236,11 +236,6 @@ class Control:
         self.servers = AllServers(pool)
         self.adapters = LoadedAdapters(self.servers)
         self.memory = KeptMemory()
-        self.expected: str | None = None
-        """Name of the weights that every request sent from now on must be sampled with; None: not known."""
-        self.prefixes: str | None = None
-        """Name of the weights that computed the cached prefixes that requests may use from now on; None: all of
-        them."""
         self.features = secrets.token_hex(8)
         """Goes into the hashes of images, and changes with the weights: SGLang keeps an image's features by its hash,
         over updates too. Not a version: another training gives the same servers other weights of that name, and scales
@@ -386,10 +381,6 @@ class Control:
                 server.version = weights.name
         return outcomes
 
-    def accepts(self, version: str, expected: str) -> bool:
-        """See `GivenWeights`."""
-        return version == expected
-
     # -- adapters
 
     async def load_adapter(self, name: str, path: str) -> None:
@@ -470,16 +461,14 @@ class Control:
             raise BackendError(f"{server.url} waits for the end of an update of the others", kind="updating")
 
 
-class FollowedWeights:
+class FollowedWeights(GivenWeights):
     """What a trainer in another process gives the servers, which it also pauses and continues. Nothing is sent from
     here."""
 
     def __init__(self) -> None:
         self.version = -1
-        self.expected: str | None = None
-        """See `Control.expected`, and so for the others."""
-        self.prefixes: str | None = None
         self.features = ""
+        """See `Control.features`."""
 
     def follow(self, weights: ServerWeights) -> None:
         """See `Backend.follow`. A version that is told late is not taken back."""

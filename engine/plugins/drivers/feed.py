@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING
 
 from engine.plugins.drivers.leases import EPOCH_ATTEMPTS, Answer, Lease
+from engine.runner.source import EpisodeSource
 from engine.store.episode_rows import episode_id_of
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ Call = Callable[[int, int, Sequence[int], Sequence[int]], Awaitable[Answer]]
 faulty."""
 
 
-class Feed:
+class Feed(EpisodeSource):
     """Gives a runner the episodes that a coordinator leases to its driver.
 
     Args:
@@ -57,6 +58,7 @@ class Feed:
         finished: set[str],
         publish: Callable[[list[str]], object] | None = None,
     ) -> None:
+        super().__init__(iter(()))
         self._call = call
         self._tasks = tasks
         self._samples = samples
@@ -91,8 +93,7 @@ class Feed:
         self._more.set()
 
     async def next(self) -> tuple[Task, int, int] | None:
-        """Return the next episode: its task, its index in the group, and the number of its first attempt; None: no
-        more."""
+        """See `EpisodeSource.next`."""
         while not self._buffer:
             if self._closed:
                 return None
@@ -105,7 +106,7 @@ class Feed:
         return self._buffer.popleft()
 
     def ended(self, task: Task, sample: int, *, finished: bool) -> None:
-        """Count an episode that has ended. finished: it is stored; else the engine could not finish it."""
+        """See `EpisodeSource.ended`."""
         self._running -= 1
         group = self._open[task.id]
         group[1] -= 1

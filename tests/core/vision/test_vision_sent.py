@@ -20,7 +20,7 @@ from vision_kit import square
 from engine.backends.http.reply import HttpReply
 from engine.backends.servers.pool import ImageFacts, Server
 from engine.backends.sglang.client import SGLangBackend
-from engine.backends.sglang.images import check_images
+from engine.backends.sglang.sample_prompt import check_images
 from engine.errors import BackendError, ImageError
 from engine.schemas.backend import SGLangBackendSpec
 from engine.schemas.model import ModelSpec

@@ -20,7 +20,7 @@ from training_rows import row_of
 from verl_gallery import spec_of
 from verl_python import call_verl, run_verl
 
-from engine.backends.sglang.images import sample_prompt
+from engine.backends.sglang.sample_prompt import sample_prompt
 from engine.plugins.local.spec import LocalBackendSpec
 from engine.plugins.trainers.pixels import Pixels
 from engine.plugins.trainers.verl.backend import VerlBackend
