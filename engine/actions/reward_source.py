@@ -24,9 +24,8 @@ if TYPE_CHECKING:
     from engine.actions.action import EpisodeObjects
     from engine.actions.calling.workers import Workers
     from engine.episode.episode import Episode
-    from engine.schemas.entry import Effects, EnvironmentSpec
+    from engine.schemas.entry import Effects
     from engine.schemas.environment import EpisodeView
-    from engine.schemas.role import ScorerSpec
     from engine.schemas.trajectory import Blame
     from engine.spec.load import LoadedSpec
 
@@ -68,85 +67,89 @@ def sources_of(loaded: LoadedSpec, code: Workers) -> list[RewardSource]:
     environment, scorer = loaded.spec.environment, loaded.spec.rewards.scorer
     sources = REWARD_SOURCE.made(written(loaded.spec), loaded, code)
     if environment is not None:
-        sources.append(EnvironmentRewards(code, environment))
+        sources.append(
+            CodeRewards(
+                code,
+                lambda objects: getattr(objects.environment, "score", None),
+                order=ENVIRONMENT,
+                source="environment",
+                what=f"`{environment.use}`.score",
+                seconds=environment.timeout,
+                effects=environment.effects,
+            )
+        )
     if scorer is not None and scorer.use is not None:
-        sources.append(ScorerRewards(loaded, code, scorer))
+        use = SCORERS.get(str(scorer.use), str(scorer.use))
+        function = SpecFunction(loaded, code, use, scorer.with_, scorer.isolation, "rewards")
+        sources.append(
+            CodeRewards(
+                code,
+                lambda objects: function.of(objects),
+                order=SCORER,
+                source="score",
+                what=f"`{scorer.use}`",
+                seconds=scorer.seconds,
+                view=graded,
+            )
+        )
     return sorted(sources, key=lambda source: source.order)
 
 
-class EnvironmentRewards(RewardSource):
-    """The environment's `score`, if it has one."""
+class CodeRewards(RewardSource):
+    """The rewards that code of the spec gives: the environment's `score`, if it has one, or `rewards.scorer`.
 
-    order, source = ENVIRONMENT, "environment"
-
-    def __init__(self, code: Workers, environment: EnvironmentSpec) -> None:
-        self._code, self._environment = code, environment
-
-    async def rewards(self, episode: Episode, objects: EpisodeObjects) -> ScoreRecord:
-        """Ask it."""
-        score, environment = getattr(objects.environment, "score", None), self._environment
-        if not callable(score):
-            return ScoreRecord(rewards=[])
-        what = f"`{environment.use}`.score"
-        return await ask_rewards(
-            self._code,
-            score,
-            episode.view(),
-            source=self.source,
-            seconds=environment.timeout,
-            what=what,
-            effects=environment.effects,
-        )
-
-
-class ScorerRewards(RewardSource):
-    """`rewards.scorer`: a function of the spec."""
-
-    order, source = SCORER, "score"
-
-    def __init__(self, loaded: LoadedSpec, code: Workers, scorer: ScorerSpec) -> None:
-        self._code, self._scorer = code, scorer
-        use = SCORERS.get(str(scorer.use), str(scorer.use))
-        self._function = SpecFunction(loaded, code, use, scorer.with_, scorer.isolation, "rewards")
-
-    async def rewards(self, episode: Episode, objects: EpisodeObjects) -> ScoreRecord:
-        """Ask it about the assistant's messages."""
-        function, view = self._function.of(objects), graded(episode.view())
-        what = f"`{self._scorer.use}`"
-        return await ask_rewards(
-            self._code, function, view, source=self.source, seconds=self._scorer.seconds, what=what
-        )
-
-
-async def ask_rewards(
-    code: Workers,
-    function: Callable[..., Any],
-    view: EpisodeView,
-    *,
-    source: str,
-    seconds: float,
-    what: str,
-    effects: Effects = "pure",
-) -> ScoreRecord:
-    """Ask code of the spec for the rewards of an episode; those without a source get the given one.
-
-    Raises:
-        SpecCodeError: it failed, or its answer is not a list of rewards.
+    Args:
+        code: Runs it.
+        function: Returns what is called for an episode; anything that cannot be called gives no rewards.
+        what: What it is, for messages.
+        view: What it is shown of the episode's view.
     """
-    rewards = await call_spec_code(
-        code, function, view, seconds=seconds, blame="environment", what=what, effects=effects
-    )
-    wrong = None if isinstance(rewards, list) else type(rewards).__name__
-    for reward in rewards if wrong is None else ():
-        if not isinstance(reward, RewardEvent):
-            wrong = f"a list with {type(reward).__name__}"
-            break
-    if wrong is not None:
-        words = f"{what} returned {wrong}; it must return a list of RewardEvent"
-        raise SpecCodeError(words, blame="environment", kind="environment_bad_reply")
-    return ScoreRecord(
-        rewards=[item if item.source else item.model_copy(update={"source": source}) for item in rewards]
-    )
+
+    def __init__(
+        self,
+        code: Workers,
+        function: Callable[[EpisodeObjects], Any],
+        *,
+        order: int,
+        source: str,
+        what: str,
+        seconds: float,
+        effects: Effects = "pure",
+        view: Callable[[EpisodeView], EpisodeView] = lambda view: view,
+    ) -> None:
+        self._code, self._function, self._view = code, function, view
+        self.order, self.source = order, source
+        self._what, self._seconds, self._effects = what, seconds, effects
+
+    async def rewards(self, episode: Episode, objects: EpisodeObjects) -> ScoreRecord:
+        """Ask it; rewards without a source get its own.
+
+        Raises:
+            SpecCodeError: it failed, or its answer is not a list of rewards.
+        """
+        function = self._function(objects)
+        if not callable(function):
+            return ScoreRecord(rewards=[])
+        rewards = await call_spec_code(
+            self._code,
+            function,
+            self._view(episode.view()),
+            seconds=self._seconds,
+            blame="environment",
+            what=self._what,
+            effects=self._effects,
+        )
+        wrong = None if isinstance(rewards, list) else type(rewards).__name__
+        for reward in rewards if wrong is None else ():
+            if not isinstance(reward, RewardEvent):
+                wrong = f"a list with {type(reward).__name__}"
+                break
+        if wrong is not None:
+            words = f"{self._what} returned {wrong}; it must return a list of RewardEvent"
+            raise SpecCodeError(words, blame="environment", kind="environment_bad_reply")
+        return ScoreRecord(
+            rewards=[item if item.source else item.model_copy(update={"source": self.source}) for item in rewards]
+        )
 
 
 def graded(view: EpisodeView) -> EpisodeView:

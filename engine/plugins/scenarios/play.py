@@ -25,7 +25,7 @@ from engine.actions.calling.host import HostedTool
 from engine.actions.calling.workers import call_spec_code, on_main_loop
 from engine.actions.objects import ObjectBuilder
 from engine.actions.record_filters import ImageStorer, MemoryImages, record_filters
-from engine.actions.reward_source import JUDGE, SCORER, RewardSource, ask_rewards
+from engine.actions.reward_source import JUDGE, SCORER, CodeRewards, RewardSource
 from engine.actions.services import ServiceInputs, open_services
 from engine.actions.spec_code import ScoreAction, StepAction
 from engine.actions.toolbox import BoundTool, Toolbox
@@ -41,7 +41,7 @@ from engine.plugins.scenarios.coverage import Edge, Watcher
 from engine.plugins.scenarios.load import ScenarioSet, ScenarioSpecs, check_scenario, check_tools
 from engine.plugins.scenarios.schema import EnvironmentScript
 from engine.schemas.environment import Reset, Step, ToolReply, UserTurn
-from engine.schemas.journal import LimitRecord, ScoreRecord
+from engine.schemas.journal import LimitRecord
 from engine.schemas.script import Script
 from engine.spec.conversation import conversation_of
 from engine.store.journal import MemoryJournal
@@ -243,20 +243,12 @@ class ScriptedStepAction(StepAction):
         return partial(_scripted_answer, answer, Step, self.blame, self.what)
 
 
-class ScriptedRewards(RewardSource):
+def scripted_rewards(code: Workers, answer: ScriptedScore, source: str) -> RewardSource:
     """A scripted answer in place of the spec's scorer or judge. The environment's `score` is asked as in a run."""
-
-    order = SCORER
-
-    def __init__(self, code: Workers, answer: ScriptedScore, source: str) -> None:
-        self._code, self._answer, self.source = code, answer, source
-
-    async def rewards(self, episode: Episode, objects: EpisodeObjects) -> ScoreRecord:
-        """Return the scripted rewards."""
-        say = partial(_scripted_answer, self._answer, None, "environment", "the scorer")
-        return await ask_rewards(
-            self._code, say, episode.view(), source=self.source, seconds=SCORER_SECONDS, what="the scorer"
-        )
+    say = partial(_scripted_answer, answer, None, "environment", "the scorer")
+    return CodeRewards(
+        code, lambda objects: say, order=SCORER, source=source, what="the scorer", seconds=SCORER_SECONDS
+    )
 
 
 def script_objects(objects: EpisodeObjects, scenario: Scenario, workers: Workers) -> None:
@@ -283,7 +275,7 @@ def script_actions(
             if isinstance(action, ScoreAction):
                 changed[state] = scripted = copy(action)
                 scorer = next((source for source in action.sources if source.order in (SCORER, JUDGE)), None)
-                rewards = ScriptedRewards(action._code, scenario.scorer, "score" if scorer is None else scorer.source)
+                rewards = scripted_rewards(action._code, scenario.scorer, "score" if scorer is None else scorer.source)
                 others = [source for source in action.sources if source is not scorer]
                 scripted.sources = sorted([rewards, *others], key=lambda source: source.order)
     if (late := scenario.out_of_time) is not None:
