@@ -15,8 +15,9 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
 
+from engine.actions.calling.code_call import call_spec_code
 from engine.actions.calling.host import CodeOrigin
-from engine.actions.calling.workers import Workers, call_spec_code
+from engine.actions.calling.workers import Workers
 from engine.environments.tools.calculator import calculate
 from engine.plugins.isolation.host import Isolation
 from engine.plugins.isolation.workers import Worker

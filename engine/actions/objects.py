@@ -11,8 +11,8 @@ import structlog
 
 from engine import plugin
 from engine.actions.action import EpisodeObjects
+from engine.actions.calling.code_call import call_spec_code
 from engine.actions.calling.host import CodeOrigin, HostedObject, SpecCode, shape_or_fault
-from engine.actions.calling.workers import call_spec_code
 from engine.actions.services import EpisodeService
 from engine.actions.spec_code import CallToolsAction
 from engine.actions.toolbox import BoundTool, Toolbox, bind_tool

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
+from engine.actions.calling.code_call import call_spec_code
 from engine.actions.calling.host import SpecFunction
-from engine.actions.calling.workers import call_spec_code
 from engine.actions.facts import SCORERS
 from engine.errors import SpecCodeError
 from engine.plugin import Hook

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from engine.actions.action import Action, EpisodeObjects, bounds_of, first_reached, post_rewards
 from engine.actions.action_facts import OWN_ACTION_SECONDS
+from engine.actions.calling.code_call import call_spec_code
 from engine.actions.calling.host import CodeOrigin, SpecFunction
-from engine.actions.calling.workers import call_spec_code
 from engine.actions.facts import owns_conversation
 from engine.actions.reward_source import sources_of
 from engine.episode.episode import Episode

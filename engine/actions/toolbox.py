@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from engine.actions.calling.code_call import LoopReplacedError
+from engine.actions.calling.code_call import CodePlace, LoopReplacedError, call_spec_code, place_of
 from engine.actions.calling.host import HostedTool, InvalidArguments, shape_or_fault
-from engine.actions.calling.workers import CodePlace, Workers, call_spec_code, place_of
+from engine.actions.calling.workers import Workers
 from engine.errors import SpecCodeError
 from engine.schemas.journal import ToolsRecord
 from engine.schemas.message import MalformedCall, ToolCall, ToolResult

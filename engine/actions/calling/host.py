@@ -62,7 +62,7 @@ class HostedCallable:
     """
 
     async def call(self, arguments: Sequence[Any], *, seconds: float | None, blame: Blame, what: str) -> Any:
-        """Call it. Raises as `engine.actions.calling.workers.call_spec_code`."""
+        """Call it. Raises as `engine.actions.calling.code_call.call_spec_code`."""
         raise NotImplementedError
 
     async def __call__(self, *arguments: Any) -> Any:

@@ -1,59 +1,41 @@
-"""A call of a spec's code -> its answer or a typed error: never on the main loop, and always with a deadline.
+"""What runs the calls of a spec's code: threads for plain functions, code loops for `async` ones, and hosts outside of
+this process.
 
-Where code runs:
-- plain functions: in threads (`threads.py`);
-- `async` functions: on an event loop in a thread of its own, a code loop (`code_loop.py`). There is one for all
-  episodes, and more once code has blocked it; all calls of an episode's objects find the same one;
-- `async` functions of the engine that are marked `@on_main_loop`: on the main loop. They wait for the engine's own
-  parts (models, worker processes) and must never block.
-
-A deadline begins when the call begins, not while it waits for a thread or for a loop that another call blocks.
-If the process got too little CPU or Python's lock was busy while a call ran (`LoopDelay`), the deadline is extended
-once. A call past its deadline is abandoned: its caller gets a typed error, whatever the thread does. Code that
-continues to compute is interrupted (`interrupt.py`).
+A thread that hangs cannot be stopped from outside. When its call is given up, another thread may take its place, so
+that a hung call holds no slot; if it is busy, it is interrupted (`interrupt.py`). Threads are daemons: they do not keep
+the process alive.
 """
 
 from __future__ import annotations
 
 import asyncio
-import inspect
-import traceback
+import queue
+import threading
+import time
+from collections import deque
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any
+
+import structlog
 
 from engine import plugin
-from engine.actions.calling.code_call import CodeCall, LoopReplacedError
-from engine.actions.calling.code_loop import CodeLoop, CodeLoops
-from engine.actions.calling.host import CodeHere, CodeHost, CodeOrigin, EpisodeHost, HostedCallable, SpecCode
-from engine.actions.calling.interrupt import Interrupter
-from engine.actions.calling.threads import Threads
+from engine.actions.calling.code_call import CodeCall, CodePlace, call_spec_code, loop_replaced
+from engine.actions.calling.code_loop import CodeLoops
+from engine.actions.calling.host import CodeHere, CodeHost, CodeOrigin, EpisodeHost, SpecCode
+from engine.actions.calling.interrupt import CodeThread, Interrupted, Interrupter
 from engine.deadline import Deadlines
-from engine.errors import EngineError, SpecCodeError
-from engine.schemas.base import Struct
-from engine.schemas.trajectory import Blame
-from engine.storable import words_of
+from engine.errors import SpecCodeError
 
 if TYPE_CHECKING:
-    from engine.schemas.entry import Effects, IsolationSpec
+    from engine.schemas.entry import IsolationSpec
 
+log = structlog.get_logger(__name__)
 
 MAX_THREADS = 1024
 """Maximum number of plain calls that run at once; further calls wait for a thread, and their deadlines begin later."""
-STARVED_SHARE = 0.1
-"""A call's deadline is extended if the main loop was late for at least this share of it."""
-REPEATS = 10
-"""Maximum number of repetitions of a call whose loop was blocked by others."""
-
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-def on_main_loop(function: F) -> F:
-    """Mark an `async` function of the engine that `call_spec_code` awaits on the main loop. It must never block."""
-    function.on_main_loop = True  # type: ignore[attr-defined]
-    return function
 
 
 class Workers:
@@ -111,7 +93,7 @@ class Workers:
                 code_loop = bound_to
             call.place = code_loop
             if code_loop.retired:
-                raise _loop_replaced(call)
+                raise loop_replaced(call)
             code_loop.start(call)
         else:
             call.place = self.threads
@@ -153,168 +135,111 @@ class _ByLength(dict[float, Deadlines]):
         return deadlines
 
 
-class CodePlace(Struct, frozen=True, kw_only=True):
-    """Where a function runs; the same for each of its calls."""
+class Threads:
+    """Daemon threads, started when there are more calls than threads, up to `most` that are not given up.
 
-    is_async: bool
-    on_main_loop: bool
-    """It is the engine's, and is awaited on the main loop."""
-    bound: bool
-    """It belongs to an object, which may hold locks or sessions of its loop."""
-
-
-def place_of(function: Callable[..., Any]) -> CodePlace:
-    """Return where a function runs."""
-    bare = _bare(function)
-    waits = is_async(bare)
-    bound = not inspect.isfunction(bare) and not inspect.isbuiltin(bare)
-    return CodePlace(is_async=waits, on_main_loop=waits and _is_ours(bare), bound=bound)
-
-
-def _bare(function: Callable[..., Any]) -> Callable[..., Any]:
-    while isinstance(function, partial):
-        function = function.func
-    return function
-
-
-def is_async(function: Callable[..., Any]) -> bool:
-    """Return whether a call gives a coroutine, for functions, methods and objects with an async `__call__`."""
-    function = _bare(function)
-    code = getattr(function, "__code__", None)
-    if code is not None and code.co_flags & inspect.CO_COROUTINE:  # most are; `inspect` takes longer to say so
-        return True
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
-        getattr(function, "__call__", None)  # noqa: B004  (an object's own, not whether it has one)
-    )
-
-
-def _is_ours(function: Callable[..., Any]) -> bool:
-    """Return whether a function or its `__call__` is marked `@on_main_loop`."""
-    if getattr(function, "on_main_loop", False) is True:
-        return True
-    called = getattr(type(function), "__call__", None)  # noqa: B004  (the method, not whether it has one)
-    return getattr(called, "on_main_loop", False) is True
-
-
-async def call_spec_code(
-    workers: Workers,
-    function: Callable[..., Any],
-    *args: Any,
-    seconds: float | None,
-    blame: Blame,
-    what: str,
-    effects: Effects = "pure",
-    bound: bool | None = None,
-    place: CodePlace | None = None,
-) -> Any:
-    """Call a spec's code, in the place that the module's docstring describes.
-
-    Keyword arguments come in a `functools.partial`, so that no name of theirs can clash with one of ours. An `external`
-    call is never repeated where its loop is replaced. A `bound` call belongs to an object of the episode, which may
-    hold locks or sessions of its loop; left out: methods and objects do, functions do not. `place`: where the function
-    runs, if the caller knows it.
-
-    Raises:
-        SpecCodeError: kind `<blame>_timeout` past the deadline, `<blame>_error` for what it raised.
-        LoopReplacedError: another call blocked its loop, and it cannot be repeated by itself.
+    A call beyond that waits for a thread, and its deadline has not begun. All counters belong to the main loop's
+    thread; the threads touch queues alone.
     """
-    if isinstance(function, HostedCallable):
-        return await function.call(args, seconds=seconds, blame=blame, what=what)
-    place = place or place_of(function)
-    if place.on_main_loop:
-        return await _here(workers, function, args, seconds, blame, what)
-    if bound is None:
-        bound = place.bound
-    call = CodeCall(function, args, seconds, what, blame, effects, bound)
-    for tries in range(1 + REPEATS):
-        workers.begin(call, place, tries)
+
+    def __init__(self, most: int, interrupter: Interrupter) -> None:
+        self._most = most
+        self._interrupter = interrupter
+        self._waiting: queue.SimpleQueue[CodeCall | None] = queue.SimpleQueue()
+        self._finished: deque[CodeCall] = deque()
+        self._waking = False
+        self._open = 0
+        """Number of calls that run or wait for a thread."""
+        self._count = 0
+        """Number of threads that are not abandoned."""
+        self.blocker: CodeCall | None = None
+        """See `CodeLoop.blocker`; a thread is blocked by no other call."""
+
+    def start(self, call: CodeCall) -> None:
+        """Run a call when a thread is free.
+
+        Raises:
+            SpecCodeError: the system cannot start a thread.
+        """
+        self._open += 1
+        self._grow()
+        if self._count == 0:
+            self._open -= 1
+            raise SpecCodeError(
+                "the system refuses to start a thread; raise its limit of processes and threads",
+                blame="engine",
+                kind="no_thread",
+            )
+        self._waiting.put(call)
+
+    def _grow(self) -> None:
+        """Start a thread if there are more calls than threads."""
+        if self._open <= self._count or self._count >= self._most:
+            return
         try:
-            await call.waiter
-            if not call.delivered and not call.lost:
-                await _more_time(workers, call)
-        except asyncio.CancelledError:
-            assert call.place is not None
-            call.place.abandon(call)
-            raise
-        finally:
-            workers.end(call)
-        if not call.lost:
-            assert call.result is not None
-            value, error = call.result
-            if error is None:
-                return value
-            _fail(what, blame, error)
-        if bound or effects == "external":
-            raise _loop_replaced(call)
-        call, lost = CodeCall(function, args, seconds, what, blame, effects, bound), call
-    raise _loop_replaced(lost, repeatable=False)
+            threading.Thread(target=self._work, name="episode-worker", daemon=True).start()
+        except RuntimeError as error:  # the system allows no more: so many are the most
+            log.warning("no more threads can be started", threads=self._count, error=str(error))
+        else:
+            self._count += 1
 
+    def remaining(self, call: CodeCall, seconds: float) -> float:
+        """Return the rest of a call's deadline."""
+        return call.remaining(seconds)
 
-def _loop_replaced(call: CodeCall, *, repeatable: bool = True) -> LoopReplacedError:
-    """The error of a call whose loop was replaced, and which is not repeated by itself."""
-    assert isinstance(call.place, CodeLoop)
-    again = repeatable and call.effects != "external" and call.scope is not None and not call.scope.last
-    return LoopReplacedError(call.what, call.place.blocker, call.blame, repeatable=again)
+    def abandon(self, call: CodeCall) -> bool:
+        """Abandon a call; False if it has finished already and its result will arrive."""
+        if not call.take():
+            return False
+        self._open -= 1
+        if call.began is not None:
+            self._count -= 1
+            assert call.thread is not None
+            self._interrupter.add(call.thread, call)
+            self._grow()  # a call may wait for the thread that hangs
+        return True
 
+    def close(self) -> None:
+        """End idle threads. Busy threads end after their call; hung threads end with the process."""
+        for _ in range(self._count):
+            self._waiting.put(None)
+        self._count = 0
 
-async def _here(
-    workers: Workers,
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    seconds: float | None,
-    blame: Blame,
-    what: str,
-) -> Any:
-    """Await a function of the engine on the main loop."""
-    deadline = workers.within(seconds)
-    try:
-        with deadline:
-            return await function(*args)
-    except TimeoutError as error:
-        if seconds is not None and getattr(deadline, "over", False):
-            raise _late(what, blame, seconds) from None
-        _fail(what, blame, error)
-    except asyncio.CancelledError:
-        raise
-    except BaseException as error:  # noqa: BLE001  (raised again, as a failure)
-        _fail(what, blame, error)
+    def _work(self) -> None:
+        thread = CodeThread()
+        while (call := self._waiting.get()) is not None:
+            call.thread = thread
+            call.began = time.monotonic()
+            if call.over:  # its caller gave up while it waited for a thread
+                continue
+            context = call.context
+            del call.context
+            try:
+                try:
+                    call.result = (context.run(call.function, *call.args), None)
+                except BaseException as error:  # noqa: BLE001  (any exception is handed to the caller)
+                    call.result = (None, error)
+                if given_up := not call.take():
+                    self._interrupter.release(thread)
+            except Interrupted:  # pending when the function returned; only calls that were given up are interrupted
+                given_up = True
+                self._interrupter.release(thread)
+            if given_up:  # another thread may have taken this one's place
+                return
+            self._finished.append(call)
+            if not self._waking:
+                self._waking = True
+                try:
+                    call.loop.call_soon_threadsafe(self._deliver)
+                except RuntimeError:  # the loop is closed: nobody waits any more
+                    self._waking = False
 
-
-async def _more_time(workers: Workers, call: CodeCall) -> None:
-    """The deadline of a call has passed: wait on, where its own time has not; else abandon it."""
-    seconds, extended = call.seconds, False
-    assert seconds is not None  # or there is no deadline
-    assert call.place is not None
-    while not call.delivered and not call.lost:
-        left = call.place.remaining(call, seconds)
-        if left <= 0 and not extended and workers.delay.since(call.delay) > STARVED_SHARE * seconds:
-            left, extended = seconds, True
-        deadline: AbstractContextManager[Any] = nullcontext()
-        if left > 0:  # it waited for a thread or a blocked loop, or its deadline is extended
-            deadline = Deadlines(left).begin()
-        elif call.place.abandon(call):  # else it has finished, and its result will arrive
-            raise _late(call.what, call.blame, seconds)
-        with suppress(TimeoutError), deadline:
-            await call.wait()
-
-
-def _late(what: str, blame: Blame, seconds: float) -> SpecCodeError:
-    """Return the failure of a call that took too long."""
-    return SpecCodeError(
-        f"{what} did not answer within {seconds:g} s; give it a longer deadline or make it faster",
-        blame=blame,
-        kind=f"{blame}_timeout",
-    )
-
-
-def _fail(what: str, blame: Blame, error: BaseException) -> NoReturn:
-    """Raise the exception of a call as a typed failure."""
-    if isinstance(error, EngineError):
-        raise error
-    if isinstance(error, asyncio.CancelledError):
-        raise SpecCodeError(f"{what} cancelled itself", blame=blame, kind=f"{blame}_error") from None
-    trace = "".join(traceback.format_exception(error))
-    raise SpecCodeError(f"{what} raised {words_of(error)}", blame=blame, kind=f"{blame}_error", trace=trace) from error
+    def _deliver(self) -> None:
+        self._waking = False  # before the queue is emptied, or what comes then would wait for the next call
+        while self._finished:
+            call = self._finished.popleft()
+            self._open -= 1
+            call.deliver()
 
 
 TICK = 0.05

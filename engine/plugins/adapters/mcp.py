@@ -32,7 +32,7 @@ from typing import Any, TypeVar
 import orjson
 import structlog
 
-from engine.actions.calling.workers import on_main_loop
+from engine.actions.calling.code_call import on_main_loop
 from engine.errors import AdapterError
 from engine.masking import mask_credentials
 from engine.plugins.adapters.base import library

@@ -10,8 +10,7 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.actions.calling.code_call import LoopReplacedError
-from engine.actions.calling.workers import call_spec_code, is_async, on_main_loop
+from engine.actions.calling.code_call import LoopReplacedError, call_spec_code, is_async, on_main_loop
 from engine.actions.record_filters import in_memory
 from engine.actions.reward_source import PROGRAM, RewardSource
 from engine.actions.services import EpisodeService

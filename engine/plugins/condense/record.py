@@ -8,7 +8,7 @@ from typing import Any, Literal, Self
 import msgspec
 from msgspec.structs import replace
 
-from engine.actions.calling.workers import on_main_loop
+from engine.actions.calling.code_call import on_main_loop
 from engine.actions.toolbox import BoundTool, bind_tool
 from engine.schemas.base import Struct
 from engine.schemas.environment import EpisodeView

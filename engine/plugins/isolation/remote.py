@@ -266,8 +266,8 @@ class RemoteObject(HostedObject):
         """Call a method and validate its answer.
 
         Raises:
-            SpecCodeError: see `engine.actions.calling.workers.call_spec_code`; and kinds `<blame>_crashed`, `_cpu` and
-                `_output` if the worker died or exceeded a limit.
+            SpecCodeError: see `engine.actions.calling.code_call.call_spec_code`; and kinds `<blame>_crashed`, `_cpu`
+                and `_output` if the worker died or exceeded a limit.
         """
         sent = [_plain(argument) for argument in arguments]
         async with self._cell.lock:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import structlog
 
-from engine.actions.calling.workers import is_async
+from engine.actions.calling.code_call import is_async
 from engine.errors import EngineError, SpecError
 from engine.plugins.preparing.inputs import digest_of_files, digest_of_parts, rendering_digest
 from engine.plugins.preparing.jobs import ALONE, Job, PreparedCache, prepare

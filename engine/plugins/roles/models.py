@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from engine.actions.calling.workers import call_spec_code, on_main_loop
+from engine.actions.calling.code_call import call_spec_code, on_main_loop
 from engine.actions.services import EpisodeService, ServiceInputs
 from engine.backends.slots import Slots
 from engine.deadline import Deadlines

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 import orjson
 from pydantic import BaseModel
 
+from engine.actions.calling.code_call import call_spec_code, on_main_loop
 from engine.actions.calling.host import HostedTool
-from engine.actions.calling.workers import call_spec_code, on_main_loop
 from engine.actions.objects import ObjectBuilder
 from engine.actions.record_filters import ImageStorer, MemoryImages, record_filters
 from engine.actions.reward_source import JUDGE, SCORER, CodeRewards, RewardSource

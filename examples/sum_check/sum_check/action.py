@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from engine.actions.action import Action, EpisodeObjects, post_rewards
-from engine.actions.calling.workers import call_spec_code
+from engine.actions.calling.code_call import call_spec_code
 from engine.episode.episode import Episode
 from engine.schemas.message import Message
 from engine.schemas.reward import RewardEvent

@@ -13,10 +13,10 @@ import pytest
 from slow_cases import slow_after, slow_but, slow_but_each
 
 from engine.actions.calling import code_loop as code_loop_module
-from engine.actions.calling.code_call import SCOPE, CodeCall, EpisodeScope, LoopReplacedError
+from engine.actions.calling.code_call import SCOPE, CodeCall, EpisodeScope, LoopReplacedError, call_spec_code
 from engine.actions.calling.code_loop import MAX_LOOPS, CodeLoop, CodeLoops
 from engine.actions.calling.interrupt import Interrupter
-from engine.actions.calling.workers import Workers, call_spec_code
+from engine.actions.calling.workers import Workers
 from engine.errors import SpecCodeError
 
 

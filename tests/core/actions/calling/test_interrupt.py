@@ -19,9 +19,9 @@ from structlog.testing import capture_logs
 from waiting import until
 
 from engine.actions.calling import interrupt
-from engine.actions.calling.code_call import SCOPE, EpisodeScope
+from engine.actions.calling.code_call import SCOPE, EpisodeScope, call_spec_code
 from engine.actions.calling.interrupt import CodeThread, Interrupted, Interrupter, is_spec_code
-from engine.actions.calling.workers import Workers, call_spec_code
+from engine.actions.calling.workers import Workers
 from engine.environments import tools as shipped
 from engine.errors import SpecCodeError
 
@@ -136,7 +136,7 @@ def frame_of(module: str) -> FrameType:
         ("sympy.core.basic", True),
         ("__main__", True),
         (shipped.__name__, True),
-        ("engine.actions.calling.threads", False),
+        ("engine.actions.calling.workers", False),
         ("engine", False),
         ("importlib._bootstrap", False),
         ("_frozen_importlib", False),

@@ -13,7 +13,8 @@ import pytest
 CALLS = '''
 import asyncio, threading, time
 from engine.actions.calling import interrupt
-from engine.actions.calling.workers import Workers, call_spec_code
+from engine.actions.calling.code_call import call_spec_code
+from engine.actions.calling.workers import Workers
 from engine.errors import SpecCodeError
 
 interrupt.TICK = 0.002

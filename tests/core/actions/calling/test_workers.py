@@ -13,8 +13,8 @@ from functools import partial
 
 import pytest
 
-from engine.actions.calling.code_call import CodeCall
-from engine.actions.calling.workers import Workers, call_spec_code, on_main_loop
+from engine.actions.calling.code_call import CodeCall, call_spec_code, on_main_loop
+from engine.actions.calling.workers import Workers
 from engine.errors import SpecCodeError
 
 
