@@ -160,6 +160,9 @@ class FakeSGLang:
         """Requests that asked for log-probs."""
         self.busy = 0.0
         """Seconds of slots that were taken."""
+        self.began: list[float] = []
+        """When each reply got its slot."""
+        self.ended: list[float] = []
         self._vllm = FakeVLLM(output, logprobs, text)
         self._slots = asyncio.Semaphore(slots)
         self._many = slots < 1 << 30
@@ -243,7 +246,10 @@ class FakeSGLang:
                 self.running[call.rid.decode()] = call
                 began = time.perf_counter()
                 await asyncio.sleep(self.latency)
-                self.busy += time.perf_counter() - began
+                ended = time.perf_counter()
+                self.busy += ended - began
+                self.began.append(began)
+                self.ended.append(ended)
                 if self.running.pop(call.rid.decode(), None) is None:
                     return  # aborted meanwhile, and answered there
         call.answer(call.reply())
@@ -289,8 +295,11 @@ class FakeSGLang:
                 "aborted": len(self.aborted),
                 "cpu_seconds": time.process_time(),
             }
+        if path == "/fake/times":
+            return 200, {"began": self.began, "ended": self.ended}
         if path == "/fake/reset":
             self.requests, self.prompt_tokens, self.scored, self.busy = 0, 0, 0, 0.0
+            self.began, self.ended = [], []
             return 200, {}
         if path in ("/pause_generation", "/continue_generation"):
             self.paused = path == "/pause_generation"

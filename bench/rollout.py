@@ -20,7 +20,10 @@ What is measured:
                 alternate; what they are over `raw` in the same round, and `growth`: what turns 17-64 cost over turns
                 5-16; the server answers at once
     throughput  episodes a second at 4 turns with 256 at once, likewise
-    slots       how much of the server's 256 slots a run of 16-turn episodes keeps busy, where a reply takes 50 and 200 ms
+    slots       how much of the server's slots a run keeps busy, start and end included, and between the first and the last
+                wave: while neither the first replies of all slots are missing nor the last requests are sent. Workloads
+                are slots x seconds of a reply: 256 with 16 turns, 2,048 and 4,096 with 8. Beside it: CPU, rounds of the
+                event loop (between two waits for events), garbage collections, and what the fake server costs itself
     memory      what 1,000 episodes of 16 turns that are alive at once add to the process
 
 Compare figures of one run alone: absolute ones drift with the machine.
@@ -30,6 +33,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
 import logging
 import os
@@ -179,7 +183,11 @@ class Fake:
 
     def stats(self) -> dict[str, Any]:
         """What went through it."""
-        with urlopen(f"{self.url}/fake/stats") as reply:
+        return self.ask("/fake/stats")
+
+    def ask(self, path: str) -> dict[str, Any]:
+        """A JSON object of it."""
+        with urlopen(f"{self.url}{path}") as reply:
             return dict(json.load(reply))
 
     def close(self) -> None:
@@ -285,19 +293,100 @@ def throughput(names: list[str], workload: Workload) -> dict[str, float]:
     return found
 
 
-def slots(workload: Workload, *, turns: int = 16, episodes: int = 1024) -> dict[str, float]:
-    """How much of the server's slots a run keeps busy, from its first request to its last reply."""
-    found: dict[str, float] = {}
-    for latency in (0.05, 0.2):
-        for live in (SLOTS, 2 * SLOTS):
-            with Fake(workload, latency=latency, slots=SLOTS) as fake:
-                engine = Engine(fake.url, workload.model, turns)
-                _, _, took = asyncio.run(engine.run(episodes, SLOTS, live=live))
-                engine.close()
-                busy = fake.stats()["busy_seconds"]
-            share = found[f"{latency * 1000:.0f} ms, {live} alive"] = busy / (SLOTS * took)
-            print(f"engine    {share:6.1%} of {SLOTS} slots busy at {latency * 1000:.0f} ms, {live} alive", flush=True)
-    return found
+class Rounds:
+    """Rounds of the running event loop, each from one wait for events to the next, and garbage collections meanwhile."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self.collections = 0
+        self.collecting = 0.0
+        self._began = 0.0
+
+    def __enter__(self) -> Rounds:
+        selector: Any = asyncio.get_running_loop()._selector  # type: ignore[attr-defined]
+        wait, clock, seconds = selector.select, time.perf_counter, self.seconds
+        last = clock()
+
+        def select(timeout: float | None = None) -> Any:
+            nonlocal last
+            seconds.append(clock() - last)
+            events = wait(timeout)
+            last = clock()
+            return events
+
+        selector.select = select
+        gc.callbacks.append(self._collected)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        gc.callbacks.remove(self._collected)
+
+    def _collected(self, phase: str, _: dict[str, int]) -> None:
+        if phase == "start":
+            self._began = time.perf_counter()
+        else:
+            self.collections += 1
+            self.collecting += time.perf_counter() - self._began
+
+
+SLOT_WORKLOADS = {
+    "2048x1": (2048, 1.0, 8, 6144, 2048),
+    "4096x2": (4096, 2.0, 8, 8192, 4096),
+    "256x0.2": (256, 0.2, 16, 1024, 512),
+    "256x0.05": (256, 0.05, 16, 1024, 512),
+}
+"""Slots, seconds of a reply, turns of an episode, episodes, episodes that are alive at once."""
+
+
+def between_waves(stats: dict[str, Any], slots: int) -> float:
+    """The share of the slots that is busy from the end of the first reply of each to the beginning of the last requests."""
+    began, ended = np.sort(stats["began"]), np.sort(stats["ended"])
+    first, last = ended[slots - 1], began[-slots]
+    busy = np.clip(ended, first, last).sum() - np.clip(began, first, last).sum()
+    return float(busy / (slots * (last - first)))
+
+
+def slots(workload: Workload, names: list[str]) -> dict[str, dict[str, float]]:
+    """How much of the server's slots a run keeps busy."""
+    figures: dict[str, dict[str, float]] = {}
+    cores = os.sched_getaffinity(0)
+    for name in names:
+        count, latency, turns, episodes, live = SLOT_WORKLOADS[name]
+        with Fake(workload, latency=latency, slots=count) as fake:
+            os.sched_setaffinity(0, cores)  # the fake has one of them for itself only while nobody else wants it
+            engine, rounds = Engine(fake.url, workload.model, turns), Rounds()
+            asyncio.run(engine.run(SAMPLES, SAMPLES))  # loads what is loaded once
+            fake.ask("/fake/reset")
+            guard, server = _guard_seconds(), fake.stats()["cpu_seconds"]
+            done, spent, took = asyncio.run(engine.run(episodes, count, live=live, watch=rounds))
+            engine.close()
+            guarded = _guard_seconds() - guard
+            stats = fake.stats() | fake.ask("/fake/times")
+        took_each = np.sort(stats["ended"]).sum() - np.sort(stats["began"]).sum()
+        seconds = np.array(rounds.seconds)
+        figures[name] = figure = {
+            "busy": done * latency / (count * took),
+            "between": between_waves(stats, count),
+            "cpu_us": spent / done * 1e6,
+            "core": spent / took,
+            "round_longest": float(seconds.max()),
+            "round_99": float(np.quantile(seconds, 0.99)),
+            "turns_a_round": done / len(seconds),
+            "collections": rounds.collections,
+            "collecting": rounds.collecting / spent,
+            "guard_us": guarded / done * 1e6,
+            "fake_us": (stats["cpu_seconds"] - server) / done * 1e6,
+            "fake_late_ms": (took_each / done - latency) * 1e3,
+        }
+        print(
+            "{name:<9} busy {busy:6.1%}, between the waves {between:6.1%}; {cpu_us:4.0f} µs CPU a turn, {core:.0%} of a core "
+            "(guard {guard_us:.0f}, fake {fake_us:.0f} µs and {fake_late_ms:.1f} ms late); round: longest {longest:.0f} ms, "
+            "99 % {most:.1f} ms, {turns_a_round:.2f} turns; {collections} collections, {collecting:.1%}".format(
+                name=name, longest=figure["round_longest"] * 1e3, most=figure["round_99"] * 1e3, **figure
+            ),
+            flush=True,
+        )
+    return figures
 
 
 def memory(workload: Workload, *, turns: int = 16, episodes: int = 1000) -> float:
@@ -326,6 +415,9 @@ def main() -> None:
     parser.add_argument(
         "--total", type=int, default=8192, help="turns of each measurement of `cost`, or more where all are at once"
     )
+    parser.add_argument(
+        "--workloads", nargs="+", default=list(SLOT_WORKLOADS), choices=list(SLOT_WORKLOADS), help="of `slots`"
+    )
     parser.add_argument("--json", help="write the figures to this file too")
     arguments = parser.parse_args()
     structlog.configure(
@@ -343,7 +435,7 @@ def main() -> None:
     if "throughput" in arguments.measure:
         found["throughput"] = throughput([name for name in arguments.subjects if name != "client"], workload)
     if "slots" in arguments.measure:
-        found["slots"] = slots(workload)
+        found["slots"] = slots(workload, arguments.workloads)
     if "memory" in arguments.measure:
         found["memory"] = memory(workload)
     if arguments.json:

@@ -14,6 +14,7 @@ import shutil
 import sys
 import tempfile
 import time
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -92,8 +93,16 @@ class Engine:
             return "tools" in template.read_text()
         return "tools" in str(json.loads((folder / "tokenizer_config.json").read_text()).get("chat_template"))
 
-    async def run(self, episodes: int, concurrency: int, *, live: int | None = None) -> tuple[int, float, float]:
-        """(turns taken, CPU seconds, wall seconds) of one run of so many episodes; a multiple of `SAMPLES`."""
+    async def run(
+        self,
+        episodes: int,
+        concurrency: int,
+        *,
+        live: int | None = None,
+        watch: AbstractContextManager[Any] = nullcontext(),  # noqa: B008  (it holds nothing)
+    ) -> tuple[int, float, float]:
+        """(turns taken, CPU seconds, wall seconds) of one run of so many episodes; a multiple of `SAMPLES`. `watch` is
+        open meanwhile."""
         from engine.backends.registry import open_backend
         from engine.runner.runner import Runner
         from engine.spec.load import load_spec
@@ -111,7 +120,8 @@ class Engine:
         try:
             runner = Runner(loaded, tasks, self._format, backend, store)
             began, wall = time.process_time(), time.perf_counter()
-            result = await runner.run()
+            with watch:
+                result = await runner.run()
             spent, took = time.process_time() - began, time.perf_counter() - wall
         finally:
             await backend.close()
