@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -73,10 +74,17 @@ def unfinished_episodes(
         yield task, sample
 
 
+ROUND_SECONDS = 0.02
+"""How long a round of the event loop should take while tasks begin; a round with 32 beginnings takes about 10 ms."""
+
+
 async def run_workers(
     work: Callable[[], Coroutine[Any, Any, None]], count: int, stops: Sequence[asyncio.Event]
 ) -> None:
     """Run `work` in a number of tasks until all of them have ended. An event of `stops` cancels them.
+
+    Few of them begin in each round of the event loop: the first replies are handled while others begin, and do not all
+    come at once.
 
     Args:
         work: Called once for each task.
@@ -86,9 +94,16 @@ async def run_workers(
     Raises:
         BaseException: the first error of a task, after all of them have ended; a cancellation by `stops` is none.
     """
-    workers = [asyncio.create_task(work(), name=f"episodes-{n}") for n in range(count)]
+    workers: list[asyncio.Task[None]] = []
     watchers = [asyncio.create_task(_cancel_on(event, workers)) for event in stops]
+    step = 32
     try:
+        while len(workers) < count and not any(event.is_set() for event in stops):
+            began = time.perf_counter()
+            workers += [asyncio.create_task(work(), name="episodes") for _ in range(min(step, count - len(workers)))]
+            await asyncio.sleep(0.001)  # the loop waits for events, so that the writer's thread gets Python's lock
+            took = time.perf_counter() - began
+            step = max(4, step // 2) if took > ROUND_SECONDS else min(64, step * 2)
         finished = await asyncio.gather(*workers, return_exceptions=True)
     except asyncio.CancelledError:
         for worker in workers:
@@ -120,7 +135,7 @@ def rare_collections() -> Iterator[None]:
     frozen_by_caller = gc.get_freeze_count() > 1_000  # Python 3.12 freezes a few hundred when it starts
     if not frozen_by_caller:
         gc.freeze()
-    gc.set_threshold(50_000, 50, 1_000)
+    gc.set_threshold(200_000, 50, 1_000)
     try:
         yield
     finally:
