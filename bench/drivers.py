@@ -6,7 +6,8 @@
 What is measured:
 
     turns     `engine run` of scripted episodes of 16 turns, journal on, with 1, 2, … drivers: turns/s while all drivers run, CPU time per turn
-              of the drivers, and CPU time of the coordinator per episode
+              of the drivers, and CPU time of the coordinator per episode. N drivers have N of the machine's cores, for all of their
+              processes and threads: without a bound, one driver's thread of the store and its guard use a second core
     slots     the same against a fake of SGLang's /generate with 256 slots and 50 ms a reply: the share of busy slots. The fake server takes a
               share of the cores; its CPU time per turn is printed
     leases    CPU and wall time of a call that leases one group and reports one as done, without Ray
@@ -115,12 +116,12 @@ async def run_once(spec: Path, out: Path) -> Measured:
         store.close()
     done = len(tasks) * SAMPLES
     assert found.result.summary.outcomes == {"limit: assistant_turns": done}, found.result.summary.outcomes
-    full = [point for point in seen if point[2] == DriversSpec.of(loaded.spec).drivers and point[1]]
+    full = [point for point in seen if point[2] == DriversSpec.count(loaded.spec) and point[1]]
     (first, turns_a, _, cpu_a), (last, turns_b, _, cpu_b) = full[0], full[-1]
     turns = turns_b - turns_a
     cpu = sum(report["cpu"] for report in fleet.reports.values())
     return Measured(
-        drivers=DriversSpec.of(loaded.spec).drivers,
+        drivers=DriversSpec.count(loaded.spec),
         turns=turns,
         seconds=last - first,
         cpu_per_turn=cpu / (done * TURNS),
@@ -145,13 +146,16 @@ def turns(model: str, counts: list[int], groups: int, rounds: int) -> list[Measu
     with tempfile.TemporaryDirectory(prefix="bench-drivers-") as name:
         folder = Path(name)
         sys.path.insert(0, name)
+        cores = sorted(os.sched_getaffinity(0))
         for _ in range(rounds):
             for count in counts:
+                os.sched_setaffinity(0, cores[:count])
                 found = asyncio.run(
                     run_once(spec_of(folder, model, {"kind": "scripted"}, groups, count), folder / "runs")
                 )
                 if count not in best or found.rate > best[count].rate:
                     best[count] = found
+        os.sched_setaffinity(0, cores)
         sys.path.remove(name)
     for found in best.values():
         show(found, best[counts[0]] if found.drivers != counts[0] else None)

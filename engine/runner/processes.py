@@ -56,6 +56,8 @@ class Processes(Protocol):
     """Id of the rule by which something is refused that runs in one process."""
     path: DataPath
     """The key of the spec that asks for them."""
+    optional: bool
+    """Whether one process does where several are not supported: the spec asks for no certain number."""
 
     @property
     def alone(self) -> LoadedSpec:
@@ -122,7 +124,7 @@ def refuse_many(loaded: LoadedSpec, who: str) -> None:
         SpecError: the spec asks for several processes.
     """
     processes = processes_of(loaded)
-    if processes is None:
+    if processes is None or processes.optional:
         return
     message = (
         f"{who} does not support several drivers; `engine run`, `engine eval`, `engine train` and `engine serve SPEC` "

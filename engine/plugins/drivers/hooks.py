@@ -43,6 +43,17 @@ def drive(loaded: LoadedSpec, folder: Path | None) -> Processes | None:
     from engine.plugins.drivers.processes import DriverProcesses
     from engine.plugins.drivers.spec import DriversSpec
 
-    if DriversSpec.of(loaded.spec).drivers == 1 and (folder is None or not is_divided(folder)):
-        return None
+    if folder is None or not is_divided(folder):
+        if DriversSpec.count(loaded.spec) == 1:
+            return None
+        if folder is not None and DriversSpec.of(loaded.spec).drivers == "auto" and _begun(folder):
+            return None  # one process began it, and continues it
     return DriverProcesses(loaded)
+
+
+def _begun(folder: Path) -> bool:
+    """Whether the run's own store has episodes."""
+    from engine.store.store import RunStore
+
+    with RunStore.open(folder, readonly=True) as store, store.snapshot() as connection:
+        return connection.execute("SELECT 1 FROM episodes LIMIT 1").fetchone() is not None

@@ -32,6 +32,7 @@ class DriverProcesses:
     def __init__(self, loaded: LoadedSpec) -> None:
         self._loaded = loaded
         self._runner: DriverRunner | None = None
+        self.optional = DriversSpec.of(loaded.spec).drivers == "auto"
 
     @property
     def alone(self) -> LoadedSpec:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from importlib.util import find_spec
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from engine.errors import SpecError
 from engine.plugins.drivers.spec import DriversSpec
+from engine.processes.worker import default_processes
 from engine.spec.added import backends_of, spec_facts
 from engine.spec.text.diagnostic import DataPath, Diagnostic
 from engine.validate.context import CheckContext
@@ -17,6 +20,9 @@ if TYPE_CHECKING:
     from engine.spec.load import LoadedSpec
 
 RULE = "rollout.drivers"
+SLOTS_OF_ONE = 1024
+"""Generation slots for which `auto` takes one process: one keeps 2,048 busy whose replies take a second, and 256 whose
+replies take a tenth of it (`python bench/rollout.py --measure slots`)."""
 
 
 @rule(RULE, "error", "something that several drivers cannot share")
@@ -30,7 +36,7 @@ def unshared(ctx: CheckContext) -> Iterator[Finding]:
 def unused_shards(ctx: CheckContext) -> Iterator[Finding]:
     """`rollout.shards` without several drivers."""
     section = DriversSpec.of(ctx.spec)
-    if section.shards is not None and section.drivers == 1:
+    if section.shards is not None and DriversSpec.count(ctx.spec) == 1:
         yield Finding(
             "`shards` has no effect with one driver: its rows stay in the run's store",
             ("rollout", "shards"),
@@ -38,11 +44,23 @@ def unused_shards(ctx: CheckContext) -> Iterator[Finding]:
         )
 
 
+def picked(spec: EpisodeSpec) -> int:
+    """The number of drivers that `auto` picks on this machine."""
+    drivers = min(default_processes(), -(-spec.rollout.concurrency // SLOTS_OF_ONE))
+    if drivers == 1 or find_spec("ray") is None:
+        return 1
+    return 1 if any(chain(_unshared(spec, drivers), _untrainable(spec, None))) else drivers
+
+
 def problems(spec: EpisodeSpec) -> Iterator[tuple[str, DataPath, str]]:
     """What prevents several drivers: a message, its place, and what to do."""
-    rollout, drivers = spec.rollout, DriversSpec.of(spec).drivers
-    if drivers == 1:
-        return
+    drivers = DriversSpec.of(spec).drivers
+    if drivers not in (1, "auto"):  # `auto` picks 1 where something prevents several
+        yield from _unshared(spec, int(drivers))
+
+
+def _unshared(spec: EpisodeSpec, drivers: int) -> Iterator[tuple[str, DataPath, str]]:
+    rollout = spec.rollout
     live = rollout.live_episodes or 2 * rollout.concurrency
     if min(rollout.concurrency, live) < drivers:
         yield (
@@ -70,9 +88,14 @@ def problems(spec: EpisodeSpec) -> Iterator[tuple[str, DataPath, str]]:
 def training_problems(spec: EpisodeSpec) -> Iterator[tuple[str, DataPath, str]]:
     """What prevents a training with several drivers, in addition to `problems`: a message, its place, and what to
     do."""
-    train = spec.train
     section = DriversSpec.of(spec)
-    if section.drivers == 1 or train is None:
+    if section.drivers not in (1, "auto"):
+        yield from _untrainable(spec, section.shards)
+
+
+def _untrainable(spec: EpisodeSpec, shards: str | None) -> Iterator[tuple[str, DataPath, str]]:
+    train = spec.train
+    if train is None:
         return
     one = "or set `rollout.drivers: 1`"
     if not train.samples_episodes:
@@ -91,7 +114,7 @@ def training_problems(spec: EpisodeSpec) -> Iterator[tuple[str, DataPath, str]]:
             ("train", "colocate"),
             f"give trainer and servers GPUs of their own, {one}",
         )
-    if section.shards is not None:
+    if shards is not None:
         yield (
             "a training publishes no shards; its drivers run on the trainer's machine",
             ("rollout", "shards"),

@@ -140,11 +140,12 @@ async def run_drivers(
     from engine.plugins.drivers.shards import create_shards, shards_of
 
     samples, section = loaded.spec.rollout.samples_per_task, DriversSpec.of(loaded.spec)
+    drivers = DriversSpec.count(loaded.spec)
     folder = store.folder.absolute()
     place = await asyncio.to_thread(shards_of, folder)
     if place is None:
         place = await asyncio.to_thread(create_shards, folder, store.header, section.shards)
-    await asyncio.to_thread(prepare_leases, folder, tasks, section.drivers, samples)
+    await asyncio.to_thread(prepare_leases, folder, tasks, drivers, samples)
     await store.plan(tasks, samples)
     setup = Setup.of(
         loaded,
@@ -154,7 +155,7 @@ async def run_drivers(
         shards=place if section.shards is not None else None,
         keep_going=keep_going,
     )
-    with cluster(section.drivers) as ray:
+    with cluster(drivers) as ray:
         crew = _Crew(ray, setup, fleet, len(tasks), lease_seconds, stop)
         ready()
         ended = await crew.run()

@@ -111,7 +111,7 @@ async def drive_many(
         console.print(
             f"{loaded.spec.name}: {len(fitting)} tasks × {rollout.samples_per_task} samples on "
             f"{loaded.spec.backend.kind}, "
-            f"{DriversSpec.of(loaded.spec).drivers} drivers asked to begin after {time.perf_counter() - began:.1f} s",
+            f"{DriversSpec.count(loaded.spec)} drivers asked to begin after {time.perf_counter() - began:.1f} s",
         )
         fleet.counters.began = time.perf_counter()
 

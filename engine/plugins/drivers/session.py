@@ -80,7 +80,7 @@ class Setup(Struct, frozen=True, kw_only=True):
             loaded=loaded,
             header=header,
             folder=str(folder.absolute()),
-            drivers=DriversSpec.of(loaded.spec).drivers,
+            drivers=DriversSpec.count(loaded.spec),
             kept=kept,
             shards=shards,
             keep_going=keep_going,

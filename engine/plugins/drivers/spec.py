@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
@@ -15,10 +15,11 @@ if TYPE_CHECKING:
 class DriversSpec(SpecSection):
     """Several processes that run the episodes, on Ray."""
 
-    drivers: int = Field(default=1, ge=1)
+    drivers: Annotated[int, Field(ge=1)] | Literal["auto"] = 1
     """Processes that drive the episodes of `engine run`, `engine eval`, `engine train` and `engine serve SPEC`, on Ray;
-    other commands refuse more than 1. 1: this process alone, without Ray. `concurrency` and `live_episodes` are those
-    of all drivers together."""
+    other commands refuse more than 1. 1: this process alone, without Ray. `auto`: one for each 1,024 of `concurrency`,
+    at most one for each core of this machine, and 1 without Ray or where the spec or the command needs one process.
+    `concurrency` and `live_episodes` are those of all drivers together."""
     shards: str | None = None
     """With several drivers: a folder or URL (`s3://bucket/runs`) to which finished groups are copied. Needed if drivers
     run on several hosts."""
@@ -27,3 +28,13 @@ class DriversSpec(SpecSection):
     def of(cls, spec: EpisodeSpec) -> DriversSpec:
         """The section of a spec."""
         return cls.or_default(spec.rollout)
+
+    @classmethod
+    def count(cls, spec: EpisodeSpec) -> int:
+        """The number of drivers of a spec: the given one, or the one that `auto` picks on this machine."""
+        drivers = cls.of(spec).drivers
+        if drivers != "auto":
+            return drivers
+        from engine.plugins.drivers.rules import picked
+
+        return picked(spec)

@@ -105,7 +105,7 @@ class ServedRun:
         return runner.faults
 
     def _runner(self) -> EpisodeRunner:
-        if (processes := processes_of(self._loaded)) is not None:
+        if self._programs is None and (processes := processes_of(self._loaded)) is not None:
             return processes.episodes(self._store, None, keep_going=True)
         return Runner(
             self._loaded,

@@ -13,7 +13,9 @@ from engine.errors import EngineError, SpecError
 from engine.plugins.drivers.leases import Leases
 from engine.plugins.drivers.processes import DriverProcesses
 from engine.plugins.drivers.shards import create_shards
+from engine.plugins.drivers.spec import DriversSpec
 from engine.plugins.replay.fork import fork
+from engine.runner.processes import processes_of
 from engine.runner.runner import Runner
 from engine.spec.load import load_spec
 from engine.spec.tasks import load_tasks
@@ -151,6 +153,48 @@ def test_a_run_of_one_process_is_not_continued_by_several(spec: Path) -> None:
     status, _, errors = engine_here("run", "--resume", "latest", "--set", "rollout.drivers=2", cwd=spec.parent)
     assert status == 1
     assert "was begun by one process, and is continued by one: leave out `rollout.drivers`" in errors
+
+
+@pytest.mark.parametrize(
+    ("changes", "drivers"),
+    [
+        (["rollout.concurrency=1024"], 1),
+        (["rollout.concurrency=1025"], 2),
+        (["rollout.concurrency=8192"], 3),
+        (["rollout.concurrency=8192", "rollout.live_episodes=2"], 1),
+        (["rollout.concurrency=8192", "backend={kind: local}"], 1),
+        (["rollout.concurrency=8192", "train={colocate: true}"], 1),
+    ],
+)
+def test_auto_picks_drivers_by_slots_and_cores_where_nothing_needs_one_process(
+    spec: Path, monkeypatch: pytest.MonkeyPatch, changes: list[str], drivers: int
+) -> None:
+    pytest.importorskip("ray", reason="without Ray it is always 1")
+    monkeypatch.setenv("EPISODE_ENGINE_PROCESSES", "3")
+    assert DriversSpec.count(load_spec(spec, ["rollout.drivers=auto", *changes]).spec) == drivers
+    assert not [rule for rule, _ in found(spec, "rollout.drivers=auto", *changes) if rule == "rollout.drivers"]
+
+
+def test_auto_does_with_one_process_where_several_are_not_supported(
+    spec: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EPISODE_ENGINE_PROCESSES", "3")
+    loaded = load_spec(spec, ["rollout.drivers=auto", "rollout.concurrency=8192"])
+    form = load_format(loaded.spec.model, loaded.base)
+    with RunStore.create(spec.parent, RunHeader.of(loaded)) as store:
+        Runner(loaded, load_tasks(loaded), form, open_backend(loaded, form), store)
+
+
+def test_auto_continues_a_run_of_one_process_with_one(spec: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("ray", reason="without Ray it is always one")
+    monkeypatch.setenv("EPISODE_ENGINE_PROCESSES", "3")
+    assert engine_here("run", spec, "-q", "--set", "rollout.concurrency=8192", cwd=spec.parent)[0] == 0
+    (folder,) = (spec.parent / "runs").iterdir()
+    loaded = load_spec(spec, ["rollout.drivers=auto", "rollout.concurrency=8192"])
+    assert processes_of(loaded) is not None
+    assert processes_of(loaded, folder) is None
+    status, _, errors = engine_here("run", "--resume", folder, "--set", "rollout.drivers=auto", cwd=spec.parent)
+    assert (status, (folder / "sharded.json").exists()) == (0, False), errors
 
 
 def test_without_ray_the_command_says_what_to_install(spec: Path, monkeypatch: pytest.MonkeyPatch) -> None:

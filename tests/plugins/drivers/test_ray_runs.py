@@ -58,6 +58,14 @@ def test_an_evaluation_with_two_drivers_measures_what_one_measures(tmp_path: Pat
     assert "none of them is trainable: this run is an evaluation" in exported
 
 
+def test_auto_runs_on_as_many_drivers_as_it_picks(tmp_path: Path, tiny_tokenizer_dir: Path) -> None:
+    spec = spec_of(tmp_path, tiny_tokenizer_dir)
+    changes = ["--set", "rollout.drivers=auto", "--set", "rollout.concurrency=2048"]
+    said = engine("run", spec, *changes, cwd=tmp_path, EPISODE_ENGINE_PROCESSES="2")
+    assert "2 drivers asked to begin" in said
+    assert len(list(tmp_path.glob("runs/*/drivers/*/run.db"))) == 2
+
+
 def test_a_run_of_two_drivers_whose_every_episode_fails_is_not_a_success(
     tmp_path: Path, tiny_tokenizer_dir: Path
 ) -> None:
