@@ -9,6 +9,7 @@ KNOWN: dict[str, dict[str, tuple[str, ...]]] = {
         "commands": ("envs", "import verl"),
         "adapters": ("slime", "skyrl_gym", "gymnasium", "verifiers", "reasoning_gym", "verl"),
         "tool_adapters": ("mcp",),
+        "row_presets": ("verl", "slime"),
     },
     "agents": {
         "install": ("pip install --force-reinstall --no-deps episode-engine",),

@@ -49,6 +49,8 @@ MOVED: dict[str, str] = {
     "engine.schemas.plan": "engine.plugins.plan.spec",
     "engine.schemas.scenario": "engine.plugins.scenarios.schema",
     "engine.schemas.task_sources": "engine.schemas.tasks",
+    "engine.schemas.tasks:SlimeRows": "engine.plugins.adapters.row_presets:SlimeRows",
+    "engine.schemas.tasks:VerlRows": "engine.plugins.adapters.row_presets:VerlRows",
     "engine.schemas.traces": "engine.plugins.traces.spec",
     "engine.schemas.train:TrackingSpec": "engine.plugins.report.spec:TrackingSpec",
     "engine.schemas.train_kinds": "engine.schemas.train",

@@ -137,6 +137,8 @@ class Plugin:
     """`adapter` of a tool -> its `engine.schemas.entry.ToolAdapterFacts`."""
     sources: Entries = field(default_factory=dict)
     """`tasks.source` -> its `engine.schemas.tasks.SourceFacts`."""
+    row_presets: Entries = field(default_factory=dict)
+    """`tasks.preset` -> its config class, a `engine.schemas.tasks:RowPreset`."""
     overlong: Entries = field(default_factory=dict)
     """Value of `tasks.overlong` -> function `(tasks, loaded, template)` that gives the tasks to run: see
     `engine.runner.source.fitting_tasks`."""

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from engine import plugin
 from engine.schemas.base import Contract, Struct
 from engine.schemas.model import PromptField
-from engine.schemas.sections import NameOf
+from engine.schemas.sections import NameOf, OneOf
 
 
 class SourceFacts(Struct, frozen=True, kw_only=True):
@@ -55,57 +55,26 @@ _SHARED = ("preset", "map", "id", "user", "shuffle")
 _PART = re.compile(r"@\[-?[0-9]*:-?[0-9]*\]$")
 
 
-class VerlRows(Contract):
-    """Rows of a data file of verl's: `prompt`, `reward_model`, `extra_info`. Adds the fields `index`, `tools_kwargs`
-    and `interaction_kwargs` (those of `extra_info`), and `ground_truth` (that of `reward_model`)."""
+class RowPreset(Contract):
+    """Base class of the presets of `tasks.preset`: rows of another program's data files."""
 
-    name: Literal["verl"]
-    """The trainer."""
-    prompt_key: str = "prompt"
-    """The field with the messages: verl's `data.prompt_key`."""
-    image_key: str = "images"
-    """The field with the images: verl's `data.image_key`."""
+    if TYPE_CHECKING:
+        name: str = ""  # each preset has a literal of its own
+    part_in_path: ClassVar[bool] = False
+    """Whether `path` may end with a part of the rows: `train.jsonl@[0:100]`."""
 
     @property
     def conversation(self) -> PromptField:
         """Where the conversation stands, if the spec has no `prompt`."""
-        return _lenient(self.prompt_key, self.image_key, None)
+        raise NotImplementedError
 
+    def task_fields(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """A row's fields, and those that the program adds.
 
-class SlimeRows(Contract):
-    """Rows of a data file of slime's, as its options say. Adds the fields `label` and `metadata` (with the row's
-    `tools`)."""
-
-    name: Literal["slime"]
-    """The trainer."""
-    input_key: str = "input"
-    """The field with the messages, or with a text: `--input-key`."""
-    label_key: str | None = None
-    """The field with the label: `--label-key`."""
-    multimodal_keys: dict[str, str] = Field(default_factory=dict)
-    """`{image: FIELD}`: `--multimodal-keys`."""
-    metadata_key: str = "metadata"
-    """The field with the metadata: `--metadata-key`."""
-    tool_key: str | None = "tools"
-    """The field with the schemas of tools: `--tool-key`."""
-
-    @field_validator("multimodal_keys")
-    @classmethod
-    def _only_images(cls, keys: dict[str, str]) -> dict[str, str]:
-        other = next((key for key in keys if key != "image"), None)
-        if other is not None:
-            raise ValueError(f"an episode shows no `{other}`, only text and images; write `{{image: FIELD}}`")
-        return keys
-
-    @property
-    def conversation(self) -> PromptField:
-        """Where the conversation stands, if the spec has no `prompt`."""
-        return _lenient(self.input_key, self.multimodal_keys.get("image"), self.tool_key)
-
-
-def _lenient(field: str, images: str | None, tools: str | None) -> PromptField:
-    """Rows may lack images and tools, as those trainers allow."""
-    return PromptField.model_construct(_fields_set={"field"}, field=field, images=images, tools=tools)
+        Raises:
+            ValueError: a field that the preset needs is not there, or has another form.
+        """
+        raise NotImplementedError
 
 
 class TaskSource(Contract):
@@ -185,7 +154,7 @@ class TasksSpec(TaskSource):
     source: Annotated[str, NameOf(point="sources", core=(*CORE_SOURCES, MIX))]
     mix: Annotated[dict[SourceName, MixedSource], Field(min_length=1)] | None = None
     """For `mix`: several sources by name. A task's id begins with the name of its source: `easy:17`."""
-    preset: Annotated[VerlRows | SlimeRows, Field(discriminator="name")] | None = None
+    preset: Annotated[RowPreset, OneOf("row_presets", key="name", base=RowPreset)] | None = None
     """Whose data file it is: `verl`, `slime`, or `{name: slime, input_key: …}`. Without `prompt`, episodes begin with
     its rows' conversations."""
     user: str | None = None
@@ -201,8 +170,9 @@ class TasksSpec(TaskSource):
 
     @property
     def file(self) -> str:
-        """`path`, without the part of the rows (`@[0:100]`) that slime writes behind it."""
-        return _PART.sub("", self.path or "") if isinstance(self.preset, SlimeRows) else self.path or ""
+        """`path`, without the part of the rows (`@[0:100]`) that a preset lets stand behind it."""
+        path = self.path or ""
+        return _PART.sub("", path) if self.preset is not None and self.preset.part_in_path else path
 
     @property
     def files(self) -> list[str]:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from engine.schemas.environment import Task
-from engine.schemas.tasks import SlimeRows, TasksSpec, VerlRows
+from engine.schemas.tasks import TasksSpec
 from engine.spec.conversation import RowError, conversation_of, tools_of
 from engine.spec.rows.mix import TaskList, mixed_tasks
 from engine.spec.rows.row_sources import TASKS, fault, open_rows, row_files
@@ -238,8 +238,8 @@ def task_of(row: Row, index: int, spec: TasksSpec, loaded: LoadedSpec) -> Task:
         raise fault(loaded, "tasks.bad-row", message, None, row.origin or loaded.origin(TASKS))
     fields = {key: plain(value) for key, value in row.fields.items()}
     try:
-        fields = preset_fields(fields, spec.preset)
-    except RowError as error:
+        fields = fields if spec.preset is None else spec.preset.task_fields(fields)
+    except ValueError as error:
         raise fault(loaded, "tasks.bad-row", f"{where}: {error}", None, row.origin or loaded.origin(TASKS)) from error
     problem = refusal(stored_fields(fields))
     if problem is not None:
@@ -327,47 +327,3 @@ def _row_faults(loaded: LoadedSpec) -> Iterator[None]:
 
 def _near(name: str, fields: Mapping[str, Any]) -> str:
     return near_or_known(name, list(fields), what="its fields")
-
-
-def preset_fields(fields: Mapping[str, Any], preset: VerlRows | SlimeRows | None) -> dict[str, Any]:
-    """A row's fields, and those that the trainer whose rows they are adds: verl's `RLHFDataset`, slime's `Dataset`
-    (commit 624b824a).
-
-    Raises:
-        RowError: a field that the preset needs is not there, or has another form.
-    """
-    if preset is None:
-        return dict(fields)
-    return _verl(fields) if preset.name == "verl" else _slime(fields, preset)
-
-
-def _verl(fields: Mapping[str, Any]) -> dict[str, Any]:
-    extra = _mapping(fields, "extra_info")
-    made = {
-        **fields,
-        "extra_info": extra,
-        "index": extra.get("index", 0),
-        "tools_kwargs": extra.get("tools_kwargs") or fields.get("tools_kwargs") or {},
-        "interaction_kwargs": extra.get("interaction_kwargs") or fields.get("interaction_kwargs") or {},
-    }
-    graded, truth = find("reward_model.ground_truth", fields)
-    return made | ({"ground_truth": truth} if graded else {})
-
-
-def _slime(fields: Mapping[str, Any], preset: SlimeRows) -> dict[str, Any]:
-    metadata = _mapping(fields, preset.metadata_key)
-    label = None
-    if preset.label_key is not None:
-        there, label = find(preset.label_key, fields)
-        if not there:
-            raise RowError(f"there is no field `{preset.label_key}`, which `tasks.preset.label_key` names")
-    if preset.tool_key is not None and fields.get(preset.tool_key) is not None:
-        metadata = metadata | {"tools": fields[preset.tool_key]}
-    return {**fields, "label": label, "metadata": metadata}
-
-
-def _mapping(fields: Mapping[str, Any], name: str) -> dict[str, Any]:
-    value = fields.get(name)
-    if value is not None and not isinstance(value, Mapping):
-        raise RowError(f"`{name}` must be a mapping; it is a {type(value).__name__}")
-    return dict(value or {})

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
+from engine.plugins.adapters.row_presets import SlimeRows
 from engine.schemas.message import Message, TextPart
-from engine.schemas.tasks import SlimeRows
 from engine.spec.conversation import RowError, conversation_of
 
 
