@@ -106,3 +106,11 @@ def echo_json(data: Any, *, indent: int | None = 2) -> None:
     """Print a value as JSON on stdout."""
     sys.stdout.write(visible_json(mask(json.dumps(data, indent=indent, ensure_ascii=False))) + "\n")
     sys.stdout.flush()
+
+
+def size_words(size: float) -> str:
+    """A number of bytes, for people: `1.50 MB`."""
+    for name, unit in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if size >= unit:
+            return f"{size / unit:.2f} {name}"
+    return f"{size:.0f} B"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from engine.store.rows.row import TrainingRow
 
 
-class RecordedScenario(Protocol):
+@dataclass(frozen=True)
+class RecordedScenario:
     """A scenario made of an episode."""
 
     name: str

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -63,8 +62,7 @@ def _section(name: str, command: Any) -> str:
 def _spelled(option: Any) -> str:
     if option.param_type_name == "argument":
         return str(option.metavar or option.name.upper())
-    words = type(option.default) if isinstance(option.default, Enum) else ()
-    value = option.metavar or "\\|".join(str(word.value) for word in words) or "VALUE"
+    value = (option.metavar or "VALUE").replace("|", "\\|")
     return "`, `".join([*option.opts, *option.secondary_opts]) + ("" if option.is_flag else f" {value}")
 
 

@@ -211,12 +211,14 @@ def adapters(folder: Path) -> list[Record]:
     samples = rollouts.spec.rollout.samples_per_task
     batch = asyncio.run(batch_of(rollouts, "a"))
     (group,) = batch.used
-    placed = one_row_each(rollouts.final_rows(batch), 1, samples, trainer="TRL", several="leave_out", leave_out="")
-    one_each = {"at": "one row each", "empty": placed.empty, "left_out": placed.left_out}
-    found: list[Record] = [one_each | {"sums": list(vars_of(Sums.of_rows(placed.rows)))}]
-    for number, row in enumerate(placed.rows):
+    placed, empty, left_out = one_row_each(
+        rollouts.final_rows(batch), 1, samples, trainer="TRL", several="leave_out", leave_out=""
+    )
+    one_each = {"at": "one row each", "empty": empty, "left_out": left_out}
+    found: list[Record] = [one_each | {"sums": list(vars_of(Sums.of_rows(placed)))}]
+    for number, row in enumerate(placed):
         found.append({"at": f"one row each {number}"} | {name: getattr(row, name) for name in row.__struct_fields__})
-    found.append({"at": "skyrl"} | generator_output(placed.rows, {"reward/mean": 0.5}))
+    found.append({"at": "skyrl"} | generator_output(placed, {"reward/mean": 0.5}))
     ended = {each.episode_id: each for each in group.trajectories}
     rows = [row for _, row in rollouts.final_rows(batch)]
     rewards = [ended[row.episode.episode_id].outcome.reward for row in rows]

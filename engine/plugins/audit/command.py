@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -22,19 +21,12 @@ _SHOWN = 5
 """Findings of one rule that are printed without `--all`."""
 
 
-class FrameworkName(StrEnum):
-    """The framework that made the rows."""
-
-    VERL = "verl"
-    TRL = "trl"
-    SLIME = "slime"
-    SKYRL = "skyrl"
-    AREAL = "areal"
-
-
 def audit(
     rows: Annotated[list[Path], typer.Argument(metavar="ROWS…", help="Files of rows, or folders of them.")],
-    source: Annotated[FrameworkName, typer.Option("--from", help="The framework that made the rows.")],
+    source: Annotated[
+        Literal["verl", "trl", "slime", "skyrl", "areal"],
+        typer.Option("--from", help="The framework that made the rows."),
+    ],
     model: Annotated[
         str, typer.Option(help="The model that sampled them: a folder, a hub id, or a name of `engine models`.")
     ],
@@ -83,9 +75,9 @@ def audit(
     with errors_exit(USAGE):
         spec = _model(model, chat_template, template_kwargs)
         template = load_format(spec, Path())
-        stored = read_rows(source.value, rows)
+        stored = read_rows(source, rows)
         record = None if sampled is None else read_sampled(sampled)
-        report, examined = judge(stored, source.value, template, sampled=record, stops=stop or ())
+        report, examined = judge(stored, source, template, sampled=record, stops=stop or ())
         if store:
             folder = asyncio.run(store_rows(examined, report, spec, template, out)).folder
     if json:

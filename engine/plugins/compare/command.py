@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from engine.cli.exits import USAGE, errors_exit, wrong_usage
-from engine.cli.options import RunsFolder, only_looks
-from engine.plugins.evaluation.command import EvalFormat
+from engine.cli.options import RunsFolder, TextOrJson, only_looks
 from engine.terminal import echo_json
 
 if TYPE_CHECKING:
@@ -30,7 +29,7 @@ def compare(
     ],
     second: Annotated[str, typer.Argument(help="The run that is compared with it.")],
     out: RunsFolder = Path("runs"),
-    format: Annotated[EvalFormat, typer.Option(help="Output format.")] = EvalFormat.TEXT,
+    format: TextOrJson = "text",
 ) -> None:
     """Compare two runs, paired by task: the difference of the second run from the first, with a 95 % interval.
 
@@ -50,7 +49,7 @@ def compare(
             f"{one.run_id} and {other.run_id} have no finished task in common "
             f"({len(comparison.changed)} of the same name differ); compare runs of the same tasks"
         )
-    if format is EvalFormat.JSON:
+    if format == "json":
         document = {
             "first": comparison.first,
             "second": comparison.second,

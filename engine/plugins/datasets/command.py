@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -19,31 +18,15 @@ if TYPE_CHECKING:
     from engine.store.reader import RunReader
 
 
-class Content(StrEnum):
-    """What a row of a data set is."""
-
-    TURNS = "turns"
-    CONVERSATIONS = "conversations"
-    PREFERENCES = "preferences"
-    PROMPTS = "prompts"
-
-
-class Images(StrEnum):
-    """How a data set holds images."""
-
-    BYTES = "bytes"
-    PATHS = "paths"
-
-
 CONTENT = Annotated[
-    Content | None,
+    Literal["turns", "conversations", "preferences", "prompts"] | None,
     typer.Option(
         help="With --format trl or verl, what a row is. trl: turns (the default), conversations, preferences, prompts. "
         "verl: prompts."
     ),
 ]
 IMAGES = Annotated[
-    Images | None,
+    Literal["bytes", "paths"] | None,
     typer.Option(
         help="With --format trl or verl: images as the bytes of their files (the default), or as paths of files beside "
         "the data set."

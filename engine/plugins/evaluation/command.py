@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from engine.cli.exits import ERROR, errors_exit
-from engine.cli.options import KeepGoing, Limit, Out, Overrides, Quiet, Spec
+from engine.cli.options import KeepGoing, Limit, Out, Overrides, Quiet, Spec, TextOrJson
 from engine.terminal import echo, echo_json
 
 if TYPE_CHECKING:
@@ -19,13 +18,6 @@ if TYPE_CHECKING:
 
     from engine.plugins.evaluation.measures import Estimate, Evaluation
     from engine.runner.summary import RunResult
-
-
-class EvalFormat(StrEnum):
-    """Output formats."""
-
-    TEXT = "text"
-    JSON = "json"
 
 
 def evaluate(
@@ -41,7 +33,7 @@ def evaluate(
     overrides: Overrides = None,
     limit: Limit = None,
     out: Out = None,
-    format: Annotated[EvalFormat, typer.Option(help="Output format.")] = EvalFormat.TEXT,
+    format: TextOrJson = "text",
     keep_going: KeepGoing = False,
     quiet: Quiet = False,
 ) -> None:
@@ -66,7 +58,7 @@ def evaluate(
             err=True,
         )
         raise typer.Exit(ERROR)
-    console = make_console(stderr=format is EvalFormat.JSON, soft_wrap=True)
+    console = make_console(stderr=format == "json", soft_wrap=True)
     changes = list(overrides or ())
     if samples is not None:
         changes.append(f"rollout.samples_per_task={samples}")
@@ -74,11 +66,11 @@ def evaluate(
         if model is not None:
             frozen = frozen_role_models(spec, changes)
             changes += [f"model.path={json.dumps(_other_model(console, spec, changes, model))}", *frozen]
-        silent = quiet or format is EvalFormat.JSON
+        silent = quiet or format == "json"
         folder, found, result = asyncio.run(
             _evaluate(console, spec, changes, limit, out, quiet=silent, keep_going=keep_going)
         )
-    if format is EvalFormat.JSON:
+    if format == "json":
         sources = {name: asdict(sums) for name, sums in result.summary.sources.items()}
         echo_json(plain(found) | {"run": str(folder)} | ({"sources": sources} if sources else {}))
     else:

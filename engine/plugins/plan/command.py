@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from engine.cli.exits import ERROR, errors_exit, wrong_usage
+from engine.terminal import size_words
 
 if TYPE_CHECKING:
     from engine.plugins.plan.plan import MemoryPlan
@@ -114,8 +115,6 @@ def _print_plan(
 
 def plan_lines(plan: MemoryPlan, *, gpu: bool) -> list[str]:
     """The plan as lines of text."""
-    from engine.plugins.plan.plan import size_words
-
     several = f"each of {plan.processes} processes" if plan.processes > 1 else "the process"
     seen = "" if plan.images is None else f" with {plan.images}"
     lines = [
@@ -136,7 +135,7 @@ def plan_lines(plan: MemoryPlan, *, gpu: bool) -> list[str]:
 
 def fit_lines(plan: MemoryPlan, train: TrainSpec, memory: int) -> tuple[bool, list[str]]:
     """Whether a step fits into `memory` bytes, and what to say about it."""
-    from engine.plugins.plan.plan import SPLITTING, size_words, what_saves
+    from engine.plugins.plan.plan import SPLITTING, what_saves
 
     longest = plan.longest_row(memory)
     lines = [f"In {size_words(memory)}: the longest row, and the largest micro-batch, has {longest:,} tokens"]

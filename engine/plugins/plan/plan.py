@@ -21,6 +21,7 @@ from engine.plugins.plan.planned_images import PlannedImages, image_tokens, larg
 from engine.plugins.plan.planned_step import StepBytes, simulate
 from engine.plugins.plan.spec import PlanSpec
 from engine.spec.text.diagnostic import DataPath, Diagnostic
+from engine.terminal import size_words
 from engine.tokens.loading import load_format
 from engine.train.setup import train_spec_of
 from engine.validate.model_files import model_files
@@ -266,11 +267,3 @@ def row_findings(loaded: LoadedSpec, seconds: float) -> Iterator[Diagnostic]:
 
 def _finding(loaded: LoadedSpec, message: str, path: DataPath, fix: str) -> Diagnostic:
     return Diagnostic(RULE, "warning", message, fix, loaded.origin(path), path)
-
-
-def size_words(size: float) -> str:
-    """A number of bytes, for people: `1.50 MB`."""
-    for name, unit in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if size >= unit:
-            return f"{size / unit:.2f} {name}"
-    return f"{size:.0f} B"

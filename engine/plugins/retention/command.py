@@ -9,7 +9,7 @@ import typer
 
 from engine.cli.exits import USAGE, errors_exit, wrong_usage
 from engine.cli.options import Json, RunsFolder, only_looks
-from engine.terminal import echo, echo_json
+from engine.terminal import echo, echo_json, size_words
 
 if TYPE_CHECKING:
     from engine.plugins.retention.compact import Compacted
@@ -128,11 +128,3 @@ def disk_lines(compacted: Compacted) -> list[str]:
     sizes = dict.fromkeys((size_words(compacted.before.file), size_words(compacted.after.file)))
     lines.append(f"Run store: {' -> '.join(sizes)}")
     return lines
-
-
-def size_words(size: int) -> str:
-    """A number of bytes, for people: `1.5 MB`."""
-    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if size >= factor:
-            return f"{size / factor:.1f} {unit}"
-    return f"{size} bytes"

@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from engine.cli.options import TextOrJson
 from engine.terminal import echo, echo_json, visible
 
 if TYPE_CHECKING:
@@ -22,18 +22,11 @@ PASSED, DIFFERS, INVALID = 0, 1, 2
 _STYLES = {"-": "red", "+": "green", " ": "dim"}
 
 
-class Format(StrEnum):
-    """Output formats."""
-
-    TEXT = "text"
-    JSON = "json"
-
-
 def test(
     paths: Annotated[
         list[Path], typer.Argument(metavar="PATH…", help="Specs, files of scenarios, or folders of them.")
     ],
-    format: Annotated[Format, typer.Option(help="Output format.")] = Format.TEXT,
+    format: TextOrJson = "text",
     require_coverage: Annotated[
         bool,
         typer.Option(
@@ -76,7 +69,7 @@ def test(
     formats = Formats()
     suites = [run_suite(spec, formats, overrides or (), only, file) for spec, file in specs]
     least = 100.0 if require_coverage else fail_under
-    if format is Format.JSON:
+    if format == "json":
         echo_json(as_data(suites, least))
     else:
         _print(suites, least)

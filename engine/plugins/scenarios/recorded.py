@@ -17,12 +17,12 @@ import os
 import re
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from engine.cli.export import RecordedScenario
 from engine.errors import SpecError, StoreError
 from engine.plugins.scenarios.from_journal import ScriptWriter, expected_of, task_of_scenario
 from engine.plugins.scenarios.load import ENDINGS, SUFFIX, load_scenarios, spec_of
@@ -49,17 +49,6 @@ _ELSEWHERE = (
 """Keys of a spec that change nothing of a scenario."""
 _BREAKS = re.compile("[\r\x85\u2028\u2029]")
 """Line breaks that a block of YAML would change."""
-
-
-@dataclass(frozen=True)
-class RecordedScenario:
-    """A scenario made of an episode."""
-
-    name: str
-    text: str
-    """A whole file of scenarios, in YAML."""
-    notes: list[str]
-    """What the reader should know: what is scripted beyond the replies, and why."""
 
 
 def record_scenario(store: RunReader, episode_id: str, path: Path | None) -> RecordedScenario:

@@ -154,17 +154,6 @@ def groups_of(prompts: Sequence[str], samples: int, fix: str) -> list[str]:
     return list(prompts[::samples])
 
 
-class Placed(Struct, frozen=True):
-    """One row for each prompt."""
-
-    rows: list[HandedRow]
-    """In the trainer's order: all samples of the first group, then those of the second."""
-    empty: int
-    """How many of them have no trained token."""
-    left_out: int
-    """Sampled tokens that are not trained because their episode has several rows."""
-
-
 def one_row_each(
     rows: Sequence[tuple[int, TrainingRow]],
     groups: int,
@@ -173,10 +162,12 @@ def one_row_each(
     trainer: str,
     several: SeveralRows,
     leave_out: str,
-) -> Placed:
-    """Place the rows of a batch, at least one, for a trainer that takes one for each prompt.
+) -> tuple[list[HandedRow], int, int]:
+    """One row for each prompt, in the trainer's order: all samples of the first group, then those of the second. With
+    them: how many have no trained token, and the sampled tokens that are not trained because their episode has several
+    rows.
 
-    `rows`: each with the number of its group; `leave_out`: how a user chooses it, for the message.
+    `rows`: at least one, each with the number of its group; `leave_out`: how a user chooses it, for the message.
 
     Raises:
         TrainError: kind `handover`: an episode has several rows, and `several` is `refuse`.
@@ -200,4 +191,4 @@ def one_row_each(
             )
     none = HandedRow.empty(int(rows[0][1].branch.input_ids[0]))
     in_order = [placed.get((number, sample), none) for number in range(groups) for sample in range(samples)]
-    return Placed(in_order, groups * samples - len(placed), left_out)
+    return in_order, groups * samples - len(placed), left_out

@@ -116,7 +116,7 @@ class EngineEpisodes:
             await self._episodes.start(self.backend)
             self._started = True
         batch = await self._episodes.batch(groups, samples, self.backend.version)
-        placed = one_row_each(
+        rows, empty, left_out = one_row_each(
             self._episodes.final_rows(batch),
             len(groups),
             samples,
@@ -124,10 +124,10 @@ class EngineEpisodes:
             several=self._several,
             leave_out='EnginePPOExp(…, several_rows="leave_out")',
         )
-        self.handed = filled(placed.rows)
+        self.handed = filled(rows)
         self.metrics = batch.metrics(tuple(self._episodes.spec.tasks.mix or ())) | {
-            "skyrl/left_out_tokens": float(placed.left_out),
-            "skyrl/empty_rows": float(placed.empty),
+            "skyrl/left_out_tokens": float(left_out),
+            "skyrl/empty_rows": float(empty),
         }
         told_metrics = {f"engine/{name}": value for name, value in self.metrics.items()}
         return generator_output(self.handed, told_metrics, self._episodes.pixels)

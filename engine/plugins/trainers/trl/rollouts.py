@@ -136,7 +136,7 @@ class EngineRollouts:
 
     def _handed(self, batch: Batch, groups: int, samples: int) -> list[HandedRow]:
         """One row for each prompt, in TRL's order."""
-        placed = one_row_each(
+        rows, empty, left_out = one_row_each(
             self._episodes.final_rows(batch),
             groups,
             samples,
@@ -144,9 +144,9 @@ class EngineRollouts:
             several=self._several_rows,
             leave_out='EngineRollouts(…, several_rows="leave_out")',
         )
-        self.metrics["trl/left_out_tokens"] = float(placed.left_out)
-        self.metrics["trl/empty_rows"] = float(placed.empty)
-        return placed.rows
+        self.metrics["trl/left_out_tokens"] = float(left_out)
+        self.metrics["trl/empty_rows"] = float(empty)
+        return rows
 
     def mean_length(self) -> float:
         """The mean number of trained tokens of an episode in the training's first batch, which the folder keeps for
