@@ -31,7 +31,7 @@ KeepGoing = Annotated[
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 JsonLines = Annotated[bool, typer.Option("--json", help="Print one JSON object per line, for programs.")]
-TextOrJson = Annotated[Literal["text", "json"], typer.Option(metavar="text|json", help="Output format.")]
+TextOrJson = Annotated[Literal["text", "json"], typer.Option(metavar="<text|json>", help="Output format.")]
 Imports = Annotated[
     list[str] | None,
     typer.Option(

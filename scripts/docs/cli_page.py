@@ -62,7 +62,7 @@ def _section(name: str, command: Any) -> str:
 def _spelled(option: Any) -> str:
     if option.param_type_name == "argument":
         return str(option.metavar or option.name.upper())
-    value = (option.metavar or "VALUE").replace("|", "\\|")
+    value = (option.metavar or "VALUE").strip("<>").replace("|", "\\|")
     return "`, `".join([*option.opts, *option.secondary_opts]) + ("" if option.is_flag else f" {value}")
 
 

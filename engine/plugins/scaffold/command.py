@@ -35,9 +35,10 @@ def new(
     kind: Annotated[
         Kind,
         typer.Option(
+            metavar="<tools|user|game|vision|judge>",
             help="tools: tools and a score at the end. user: a user who gives feedback, and a tool. game: an "
             "environment of one "
-            "function that answers each reply. vision: the same with pictures. judge: a model as judge."
+            "function that answers each reply. vision: the same with pictures. judge: a model as judge.",
         ),
     ] = Kind.USER,
     dir: Annotated[Path, typer.Option("--dir", help="Folder in which NAME/ is created.")] = Path(),
