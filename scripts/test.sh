@@ -2,7 +2,7 @@
 # The default test run, with all its set-up: a virtual environment in .venv unless one is active already.
 #
 #   scripts/test.sh [arguments of pytest]
-#   scripts/test.sh all      every test: .ci/run with those that it leaves out (docs/releasing.md)
+#   scripts/test.sh all      every test: .ci/run with those that it leaves out (CONTRIBUTING.md)
 set -euo pipefail
 cd "$(dirname "$0")/.."
 [ "${1:-}" != all ] || exec .ci/run all

@@ -1,4 +1,4 @@
-"""Links of README.md, CHANGELOG.md and docs/ lead to files and headings, and the files of the project that they name exist."""
+"""Links of the pages of the root and of docs/ lead to files and headings, and the files of the project that they name exist."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md")])
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 
 
 @functools.cache

@@ -56,6 +56,7 @@ READING = """\
 - **Entry points** are `package.module:Name`. Modules are searched in the spec's folder, the current folder and
   the installed packages.
 - **Durations** are seconds, or `500ms`, `5s`, `2m`, `1h`.
+- In the tables below, – is a key that may be left out and has no value then.
 
 """
 
@@ -158,9 +159,23 @@ def _anchor(title: str) -> str:
 def _section(
     model: type[BaseModel], places: dict[type[BaseModel], list[str]], links: dict[type[BaseModel], str]
 ) -> str:
-    rows = [_row(_cells(model, key, info, links)) for key, info in fields_by_key(model).items()]
+    cells = {key: _cells(model, key, info, links) for key, info in fields_by_key(model).items()}
+    lines = [f"{_about(model)} {_same_keys(model, places)}".rstrip()]
+    shared: list[str] = []
+    for other in links:
+        if other is model:
+            break
+        fields = fields_by_key(other)
+        same = [key for key in cells if key in fields and _cells(other, key, fields[key], links) == cells[key]]
+        if len(same) > max(3, len(shared)):
+            shared = same
+            origin = other
+    if shared:
+        names = ", ".join(f"`{key}`" for key in shared)
+        lines += ["", f"As in [{_title(origin, places)}](#{links[origin]}): {names}."]
+    rows = [_row(row) for key, row in cells.items() if key not in shared]
     head = ["", "| key | type | default | |", "|---|---|---|---|"]
-    return "\n".join([f"{_about(model)} {_same_keys(model, places)}".rstrip(), *head, *rows]) + "\n"
+    return "\n".join([*lines, *(head if rows else []), *rows]) + "\n"
 
 
 def _kinds(
@@ -197,6 +212,18 @@ def _same_keys(model: type[BaseModel], places: dict[type[BaseModel], list[str]])
     return f"The same keys: {', '.join(also)}." if also else ""
 
 
+_SHORT = {
+    r"(?:^|(?<=or )|(?<=\[))an? ": "",
+    "whole number": "integer",
+    "true or false": "boolean",
+    "at least": "≥",
+    "more than": ">",
+    "less than": "<",
+    "at most": "≤",
+}
+"""Words of messages about types, and what a cell of the table has."""
+
+
 def _cells(model: type[BaseModel], key: str, info: FieldInfo, links: dict[type[BaseModel], str]) -> list[str]:
     owner = {key: section for key, _, section in section_fields(model)}.get(key, model)
     inner = list(dict.fromkeys(_models(annotation_of(info))))
@@ -205,6 +232,8 @@ def _cells(model: type[BaseModel], key: str, info: FieldInfo, links: dict[type[B
         kind = re.sub("(a list of mappings|a mapping)", rf"[\1](#{links[inner[0]]})", kind, count=1)
     elif inner:
         kind += ": " + ", ".join(f"[`{_tag(member)}`](#{links[member]})" for member in inner)
+    for long, short in _SHORT.items():
+        kind = re.sub(long, short, kind)
     return [f"`{key}`", kind, _default(info), " ".join((description_of(owner, key) or _doc(info)).split())]
 
 
@@ -252,7 +281,7 @@ def _default(info: FieldInfo) -> str:
         return "**needed**"
     value = info.get_default(call_default_factory=True, validated_data={})
     if value is None or value is PydanticUndefined:
-        return "none"
+        return "–"
     if isinstance(value, BaseModel):
         given = value.model_dump(exclude_defaults=True, by_alias=True) or value.model_dump(include={"kind", "method"})
         return f"`{json.dumps(given)}`" if given else "`{}`"

@@ -6,7 +6,7 @@
 
 Three sets. *Bytes* (`golden_bytes`): rows, journals and stored trajectories of episodes on the scripted backend, a training of four steps,
 and what adapters hand over. *Texts* (`golden_texts`): help, messages of rules, JSON Schemas. *Old runs* (`old_runs`): stores that an
-earlier revision wrote, and what was exported from them. docs/releasing.md says when a set may be recorded anew.
+earlier revision wrote, and what was exported from them. CONTRIBUTING.md says when a set may be recorded anew.
 
 A golden is a file of JSON lines, one record a line. A record's `at` says where it is from; its other keys are compared with order and
 type. `normal` is the one place that removes what differs between two runs of the same.
@@ -36,7 +36,7 @@ if __name__ in ("__main__", "__mp_main__"):
     os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "TQDM_DISABLE": "1"}
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-HELD = "it is held and must not be recorded anew (docs/releasing.md, Goldens)"
+HELD = "it is held and must not be recorded anew (CONTRIBUTING.md, Goldens)"
 HINTS = {
     "bytes": f"the change is at fault: {HELD}",
     "old": f"the change is at fault: {HELD}",

@@ -519,14 +519,16 @@ def _edit(mistake: Mistake) -> str:
 
 
 def table() -> str:
-    """The table of docs/testing.md."""
+    """The table of docs/testing.md: each kind of mistake once, with its first edit and all rules that find its edits."""
     places = {"task.yaml": "spec", "kiosk.py": "code", "rows.jsonl": "rows"}
-    head = ["| mistake | in | edit | found by | needs |", "|---|---|---|---|---|"]
-    rows = [
-        f"| {item.kind} | {places[item.file]} | {_edit(item)} | [`{item.rule}`](rules/{item.rule}.md) | {'`--import`' if item.imports else ''} |"
-        for item in MISTAKES
-    ]
-    return "\n".join([*head, *rows]) + "\n"
+    lines = ["| mistake | edits | one of them | found by |", "|---|---|---|---|"]
+    for kind in dict.fromkeys(item.kind for item in MISTAKES):
+        edits = [item for item in MISTAKES if item.kind == kind]
+        rules = dict.fromkeys((item.rule, item.imports) for item in edits)
+        links = [f"[`{rule}`](rules/{rule}.md){' with `--import`' if imports else ''}" for rule, imports in rules]
+        shown = f"in the {places[edits[0].file]}: {_edit(edits[0])}"
+        lines.append(f"| {kind} | {len(edits)} | {shown} | {', '.join(links)} |")
+    return "\n".join(lines) + "\n"
 
 
 def written(text: str) -> str:

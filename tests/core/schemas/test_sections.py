@@ -308,8 +308,8 @@ def test_the_json_schema_and_the_page_have_the_keys(strange: Strange) -> None:
     ):
         assert not validator.is_valid(document | wrong), wrong
     page = spec_page()
-    assert "| `weather` | [a mapping](#weather) | `{}` | Weather during a run. |" in page
-    assert "| `steps_a_day` | a whole number | `7` | Steps a day. |" in page
+    assert "| `weather` | [mapping](#weather) | `{}` | Weather during a run. |" in page
+    assert "| `steps_a_day` | integer | `7` | Steps a day. |" in page
     assert "## `train.maybe`" in page
 
 
