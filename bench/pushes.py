@@ -59,7 +59,7 @@ def spec_of(model: Path, urls: list[str], method: str, device: str) -> Any:
 
 async def measure(model: Path, urls: list[str], method: str, device: str, pushes: int) -> list[tuple[float, Any]]:
     """(seconds, what it cost) of each push."""
-    from engine.backends.sglang.client import SGLangBackend
+    from engine.plugins.sglang.client import SGLangBackend
     from engine.schemas.generation import SamplingParams
     from engine.tokens.loading import load_format
     from engine.train.policy import Policy

@@ -100,8 +100,8 @@ def _guard_seconds() -> float:
 
 
 async def _client(url: str, workload: Workload, turns: int, episodes: int, concurrency: int) -> int:
-    from engine.backends.sglang.client import SGLangBackend
-    from engine.schemas.backend import SGLangBackendSpec
+    from engine.plugins.sglang.client import SGLangBackend
+    from engine.plugins.sglang.spec import SGLangBackendSpec
     from engine.schemas.generation import GenerateRequest, SamplingParams
 
     sampling = SamplingParams(temperature=1.0)

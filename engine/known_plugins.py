@@ -138,6 +138,7 @@ KNOWN: dict[str, dict[str, tuple[str, ...]]] = {
         "sections": ("train.data",),
         "train_kinds": ("sft",),
     },
+    "sglang": {"install": ("pip install --force-reinstall --no-deps episode-engine",), "backends": ("sglang",)},
     "show": {"install": ("pip install --force-reinstall --no-deps episode-engine",), "commands": ("show",)},
     "templates": {"install": ("pip install --force-reinstall --no-deps episode-engine",), "commands": ("template",)},
     "traces": {"install": ("pip install --force-reinstall --no-deps episode-engine",), "sections": ("traces",)},

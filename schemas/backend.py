@@ -265,38 +265,6 @@ class ServersSpec(BackendBase):
         return self.timeout
 
 
-class SGLangBackendSpec(ServersSpec):
-    """SGLang servers, over their native HTTP API: those of `urls`, or those that the run starts (`launch`)."""
-
-    runtime: ClassVar[str] = "engine.backends.sglang.client:SGLangBackend"
-    trains: ClassVar[bool] = True
-    weight_methods: ClassVar[tuple[str, ...]] = ("auto", "disk", "tensors", "collective", "adapter")
-    releases_memory: ClassVar[bool] = True
-    reports_experts: ClassVar[bool] = True
-
-    kind: Literal["sglang"] = "sglang"
-    router: bool = False
-    """The URL is an sglang-router; the start checks which fields it drops."""
-    verify: bool = False
-    """Load the model here, at the start, and compare one prompt's log-probs (with an image, for a model that takes
-    some) with each server's."""
-    routed_experts: bool | Literal["exact"] = False
-    """Keep the experts that a mixture-of-experts model chose for each token, in rows too; `engine train` then uses the
-    same experts. The servers need `--enable-return-routed-experts`; launched ones get it. `exact`: episodes share no
-    cached prefix, so that the first token of a reply, too, has the experts that it was sampled with."""
-
-    @classmethod
-    def _for_urls(cls) -> tuple[str, ...]:
-        return ("router", *super()._for_urls())
-
-    @property
-    def asks_experts(self) -> bool:
-        return self.routed_experts is not False
-
-    def sync_method(self, method: str, *, lora: bool) -> str:
-        return method if method != "auto" else "adapter" if lora else "disk"
-
-
 def changes_distribution(sampling: SamplingParams) -> list[str]:
     """Keys of `sampling` that change the log-probs of rows: with one of them they are not those of softmax(logits)."""
     free: dict[str, tuple[Any, ...]] = {
@@ -342,10 +310,8 @@ class ScriptedBackendSpec(BackendBase):
 
 _KINDS: OneOf[BackendBase] = OneOf(
     point="backends",
-    core=(
-        SGLangBackendSpec,
-        ScriptedBackendSpec,
-    ),
+    core=(ScriptedBackendSpec,),
+    base=BackendBase,
 )
 BackendSpec = Annotated[BackendBase, _KINDS]
 """A backend of any kind; the discriminator is `kind`."""

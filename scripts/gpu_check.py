@@ -308,7 +308,7 @@ def pushes(rehearse: bool) -> None:
     """
     import torch
 
-    from engine.schemas.backend import SGLangBackendSpec
+    from engine.plugins.sglang.spec import SGLangBackendSpec
 
     if rehearse:
         print("Needs a GPU.")

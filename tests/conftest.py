@@ -98,7 +98,11 @@ settings.register_profile("random", **_EVERY_PROFILE, print_blob=True, max_examp
 settings.load_profile("fixed")
 
 
-REAL_SERVER = ("tests/core/sglang/", "tests/plugins/vllm/served/", "tests/core/vision/test_vision_sglang.py")
+REAL_SERVER = (
+    "tests/plugins/sglang/served/",
+    "tests/plugins/vllm/served/",
+    "tests/plugins/sglang/test_vision_sglang.py",
+)
 """Where the tests of the real server are."""
 RAY = "tests/plugins/drivers/"
 """Where the tests of Ray's clusters are."""

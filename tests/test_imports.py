@@ -14,8 +14,8 @@ import pytest
 import engine
 
 ROOT = Path(engine.__file__).parent
-RUNTIMES = ("servers", "http", "sglang", "scripted")
-"""What drives a model, in `engine.backends`."""
+RUNTIMES = ("backends.servers", "backends.http", "backends.scripted", "plugins.sglang")
+"""What drives a model."""
 
 
 def modules() -> dict[str, Path]:
@@ -75,7 +75,7 @@ def test_what_reads_journals_reaches_neither_a_backend_nor_the_executor(reader: 
         found = imported(known[new.pop()], known) - reached
         reached |= found
         new += found
-    driving = ("engine.episode.executor", *(f"engine.backends.{name}" for name in RUNTIMES))
+    driving = ("engine.episode.executor", *(f"engine.{name}" for name in RUNTIMES))
     assert [name for name in sorted(reached) if name.startswith(driving)] == []
     assert "engine.episode.episode" in reached or reader == "engine.store.fork"
 

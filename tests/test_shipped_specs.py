@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from slow_cases import slow_after
 
-from engine.schemas.backend import SGLangBackendSpec
+from engine.plugins.sglang.spec import SGLangBackendSpec
 from engine.schemas.loss import ClippedLoss
 from engine.spec.load import load_spec
 from engine.validate import check_spec

@@ -31,7 +31,16 @@ from typing import Any, NamedTuple
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 if __name__ in ("__main__", "__mp_main__"):
-    folders = ("goldens", "kit", "validate", "core/runner", "plugins/trainers", "core/backends", "plugins/drivers")
+    folders = (
+        "goldens",
+        "kit",
+        "validate",
+        "core/runner",
+        "plugins/trainers",
+        "core/backends",
+        "plugins/sglang",
+        "plugins/drivers",
+    )
     sys.path[:0] = [str(ROOT), *(str(HERE.parent / folder) for folder in folders)]
     os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "TQDM_DISABLE": "1"}
     os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from engine.plugins.doctor.facts import Machine, SGLangInstall, last_line, release, sglang_of
-from engine.schemas.backend import SGLangBackendSpec
 from engine.validate.train import FLOAT32_ON_GPU
 
 if TYPE_CHECKING:
@@ -76,7 +75,7 @@ def examine(loaded: LoadedSpec | None) -> list[CheckResult]:
         loaded: The spec to run; None: only the machine is examined.
     """
     launch = getattr(loaded.spec.backend, "launch", None) if loaded is not None else None
-    served = loaded is not None and isinstance(loaded.spec.backend, SGLangBackendSpec)
+    served = loaded is not None and loaded.spec.backend.kind_name() == "sglang"
     sglang = None
     if loaded is None or (served and launch is not None):
         python = launch.python or sys.executable if launch is not None else sys.executable
@@ -218,7 +217,7 @@ def urls(examined: Examined) -> Iterator[CheckResult]:
     import httpx
 
     backend = examined.backend
-    if not isinstance(backend, SGLangBackendSpec) or backend.launch is not None:
+    if backend is None or backend.kind_name() != "sglang" or backend.launch is not None:
         return
     for url in backend.urls:
         try:

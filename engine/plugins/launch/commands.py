@@ -6,19 +6,18 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine.backends.sglang.checks import EXPERTS_FLAG
 from engine.plugins.launch.servers import LaunchedServers, ServerCommand
 from engine.schemas.backend import changes_distribution
 from engine.tokens.catalogue import resolve_model
 
 if TYPE_CHECKING:
-    from engine.schemas.backend import LaunchSpec, ServersSpec, SGLangBackendSpec
+    from engine.schemas.backend import LaunchSpec, ServersSpec
     from engine.schemas.generation import SamplingParams
     from engine.schemas.train import TrainSpec
     from engine.spec.load import LoadedSpec
 
 
-def launch_sglang(spec: SGLangBackendSpec, loaded: LoadedSpec) -> LaunchedServers:
+def launch_sglang(spec: ServersSpec, loaded: LoadedSpec) -> LaunchedServers:
     """The launcher of `kind: sglang`."""
     assert spec.launch is not None
     model = loaded.spec.model
@@ -38,8 +37,8 @@ def sglang_servers(
         experts: Whether the servers report the experts of each token.
     """
     added: list[str] = []
-    if experts and EXPERTS_FLAG not in launch.args:
-        added.append(EXPERTS_FLAG)
+    if experts and "--enable-return-routed-experts" not in launch.args:
+        added.append("--enable-return-routed-experts")
     if train is not None and (lora := train.adapter) is not None and "--enable-lora" not in launch.args:
         targets = ["all"] if lora.target_modules == "all-linear" else lora.target_modules
         added += ["--enable-lora", "--max-lora-rank", str(lora.rank), "--lora-target-modules", *targets]

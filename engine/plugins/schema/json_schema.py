@@ -134,7 +134,8 @@ def episode_schema() -> Schema:
     definitions["ReassignRule"]["allOf"] = _reassign_rules()
     definitions["RewardEvent"]["allOf"] = _event_rules()
     definitions["Mark"]["oneOf"] = [{"required": ["text"]}, {"required": ["pattern"]}]
-    definitions["SGLangBackendSpec"]["oneOf"] = [{"required": ["urls"]}, {"required": ["launch"]}]
+    if "SGLangBackendSpec" in definitions:
+        definitions["SGLangBackendSpec"]["oneOf"] = [{"required": ["urls"]}, {"required": ["launch"]}]
     add_words(schema)
     whole = _loosen(schema)
     whole["allOf"] = _user_rules()

@@ -17,8 +17,8 @@ import numpy as np
 
 from engine.backends.backend import Backend
 from engine.backends.servers.wire import ReplyError
-from engine.backends.sglang.routing import checked_experts
 from engine.errors import BackendError, ContextOverflow, EngineError
+from engine.plugins.sglang.routing import checked_experts
 from engine.schemas.generation import FinishReason, Generation, VersionSpan
 
 if TYPE_CHECKING:

@@ -23,9 +23,9 @@ import structlog
 import torch
 
 from engine.backends.servers.pool import Pool, Server
-from engine.backends.sglang.client import SGLangBackend
-from engine.backends.sglang.control import KeptMemory
 from engine.errors import BackendError
+from engine.plugins.sglang.client import SGLangBackend
+from engine.plugins.sglang.control import KeptMemory
 from engine.train.sync import LentMemory
 
 if TYPE_CHECKING:

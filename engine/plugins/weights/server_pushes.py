@@ -20,14 +20,14 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from engine.backends.http.outage import growing_pause
-from engine.backends.sglang.control import UPDATE_SECONDS
 from engine.errors import BackendError, OutageError, TrainError
+from engine.plugins.sglang.control import UPDATE_SECONDS
 from engine.train.files import tensor_facts
 
 if TYPE_CHECKING:
     from engine.backends.servers.pool import Server
-    from engine.backends.sglang.client import SGLangBackend
-    from engine.backends.sglang.control import Load, LoadAll, PauseMode
+    from engine.plugins.sglang.client import SGLangBackend
+    from engine.plugins.sglang.control import Load, LoadAll, PauseMode
     from engine.train.policy import Policy
 
 log = structlog.get_logger(__name__)

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
-from engine.backends.sglang.control import PauseMode
 from engine.errors import BackendError
+from engine.plugins.sglang.control import PauseMode
 from engine.plugins.weights.broadcasts import JOIN_SECONDS, BroadcastGroup, GroupKind, check_own, own_address
 from engine.plugins.weights.server_pushes import ServerModels, post_update, push_loads
 from engine.plugins.weights.shared_tensors import buckets
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     import torch
 
     from engine.backends.servers.pool import Server
-    from engine.backends.sglang.client import SGLangBackend
+    from engine.plugins.sglang.client import SGLangBackend
     from engine.train.policy import Policy
 
 log = structlog.get_logger(__name__)

@@ -1,7 +1,7 @@
 """Sends new weights to SGLang servers: through a folder, through shared memory, by broadcasts, or as a LoRA adapter.
 
 Invariants:
-- A server that did not load the weights gets no requests until it has (`engine.backends.sglang.control`). If a server
+- A server that did not load the weights gets no requests until it has (`engine.plugins.sglang.control`). If a server
   dies during a push, the push goes on with the others; if all are gone, it begins again when one is back.
 - Weights that do not fit a server's model are refused before anything is sent (`ServerModels`).
 - Files that a server may still read stay in the folder: the newest weights, and adapters that running requests name.
@@ -22,10 +22,10 @@ from urllib.parse import urlsplit
 import structlog
 import torch
 
-from engine.backends.sglang.client import SGLangBackend
-from engine.backends.sglang.control import PauseMode, from_disk, separately
 from engine.backends.weights import PolicyAdapter
 from engine.errors import BackendError, TrainError
+from engine.plugins.sglang.client import SGLangBackend
+from engine.plugins.sglang.control import PauseMode, from_disk, separately
 from engine.plugins.weights.server_pushes import (
     ServerModels,
     check_versions,

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, ValidationError
 
 from engine.plugin import missing
-from engine.schemas.backend import SGLangBackendSpec
 from engine.schemas.base import Bytes, Seconds, Struct
 from engine.schemas.descriptions import description_of
 from engine.schemas.sections import NameOf, OneOf, mark_of, sections_of
@@ -339,7 +338,6 @@ def _show(value: Any) -> str:
 
 
 RENAMED: Mapping[type[BaseModel], Mapping[str, str]] = {
-    SGLangBackendSpec: {"patience": "health_timeout"},
     TrainSpec: {
         "passes": "update_epochs",
         "normalise": "advantage_norm",

@@ -76,8 +76,9 @@ def test_a_kind_that_trains_has_exact_ids_with_versions_and_a_way_for_weights(de
     assert "auto" in declared.weight_methods
 
 
+@needs_plugin("sglang")
 def test_the_kinds_that_train_are_named_in_messages() -> None:
-    assert kinds_that_train() == "`sglang` or `local`"
+    assert kinds_that_train() == "`local` or `sglang`"
 
 
 @KINDS

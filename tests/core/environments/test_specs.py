@@ -20,6 +20,7 @@ from engine.validate import check_spec
 SPECS = Path(__file__).parents[3] / "specs"
 QUICKSTART = SPECS / "quickstart.yaml"
 GSM8K = SPECS / "gsm8k_feedback.yaml"
+NEEDED = {"geo3k_feedback": "credit_methods", "geo3k_tool": "sglang"}
 VISION = [SPECS / f"{name}.yaml" for name in ("color_square", "geo3k_feedback", "geo3k_tool")]
 
 
@@ -42,7 +43,7 @@ def scripted(*replies: Any) -> str:
         QUICKSTART,
         GSM8K,
         *(
-            pytest.param(spec, marks=[needs_plugin("credit_methods")] * (spec.stem == "geo3k_feedback"))
+            pytest.param(spec, marks=[needs_plugin(NEEDED[spec.stem])] if spec.stem in NEEDED else [])
             for spec in VISION
         ),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from installed_plugins import needs_plugin
 from spec_files import GOOD, errors, load, write
 
 from engine.plugins.local.spec import LocalBackendSpec
@@ -78,6 +79,7 @@ def test_a_chain_that_is_too_long_is_refused() -> None:
     assert f"more than {MAX_EXTENDS} files extend each other" in line
 
 
+@needs_plugin("sglang")
 @pytest.mark.parametrize(
     ("below", "own"), [("urls: [http://a:1]", "launch: {gpus: 2}"), ("launch: {gpus: 2}", "urls: [http://a:1]")]
 )

@@ -122,9 +122,9 @@ user: x.y:Z
     ("lines", "error"),
     [
         (
-            "backend: {kind: sglng, urls: [a]}",
-            "s.yaml:5:17: error[spec.bad-value] `backend.kind` must be one of KINDS; it is `sglng`; "
-            "did you mean `sglang`?",
+            "backend: {kind: scriptd, replies: [a]}",
+            "s.yaml:5:17: error[spec.bad-value] `backend.kind` must be one of KINDS; it is `scriptd`; "
+            "did you mean `scripted`?",
         ),
         (
             "backend: {device: cpu}",

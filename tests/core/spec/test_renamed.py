@@ -11,7 +11,6 @@ from pydantic import BaseModel
 from written_specs import save_spec
 
 from engine.errors import StoreError
-from engine.schemas.backend import SGLangBackendSpec
 from engine.schemas.train import MemorySpec, TrainSpec, WeightSyncSpec
 from engine.spec.load import load_spec, read_spec
 from engine.spec.text.places import fields_by_key
@@ -23,11 +22,9 @@ SPEC: dict[str, Any] = {
     "name": "demo",
     "model": {"path": "some-model"},
     "tasks": {"source": "inline", "rows": [{"question": "1 + 1"}]},
-    "backend": {"kind": "sglang", "urls": ["http://127.0.0.1:30000"]},
     "train": {"memory": {}, "weight_sync": {}},
 }
 PLACES: dict[type[BaseModel], tuple[str, ...]] = {
-    SGLangBackendSpec: ("backend",),
     TrainSpec: ("train",),
     MemorySpec: ("train", "memory"),
     WeightSyncSpec: ("train", "weight_sync"),

@@ -37,7 +37,7 @@ READERS = {
 """Files that read a training row, or what they call `columns`, by names of columns."""
 OTHERS = {
     "engine/plugins/audit/frameworks/trl.py": "rows that TRL made",
-    "engine/backends/sglang/checks.py": "workers of a router",
+    "engine/plugins/sglang/checks.py": "workers of a router",
     "engine/plugins/show/episode_report.py": "columns of a table of tokens",
     "engine/plugins/show/listing/filters.py": "rows of the index of episodes",
     "engine/plugins/datasets/contents.py": "columns of a data set",

@@ -1,4 +1,4 @@
-"""The chat backend: what it sends, and what it makes of replies. The real endpoint is in tests/core/sglang."""
+"""The chat backend: what it sends, and what it makes of replies. The real endpoint is in tests/plugins/sglang/served."""
 
 from __future__ import annotations
 

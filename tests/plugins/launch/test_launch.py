@@ -17,7 +17,8 @@ from engine.errors import BackendError
 from engine.plugins.launch.commands import sglang_servers
 from engine.plugins.launch.servers import LaunchedServers, ServerCommand
 from engine.plugins.lora.spec import LoraSpec
-from engine.schemas.backend import LaunchSpec, SGLangBackendSpec
+from engine.plugins.sglang.spec import SGLangBackendSpec
+from engine.schemas.backend import LaunchSpec
 from engine.schemas.train import TrainSpec
 
 SERVER = """

@@ -38,7 +38,7 @@ def test_servers_that_run_already_need_no_launcher(tmp_path: Path, tiny_tokenize
     loaded = loaded_with(tmp_path, tiny_tokenizer_dir, kind="sglang", urls=["http://127.0.0.1:9"])
     assert isinstance(loaded.spec.backend, ServersSpec)
     assert launched_servers(loaded.spec.backend, loaded) is None
-    assert used_plugins(loaded.spec) == frozenset()
+    assert used_plugins(loaded.spec) == {"sglang"}
 
 
 def test_without_the_plugin_a_launch_is_refused_at_its_key(

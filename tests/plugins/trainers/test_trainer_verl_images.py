@@ -20,8 +20,8 @@ from training_rows import row_of
 from verl_gallery import spec_of
 from verl_python import call_verl, run_verl
 
-from engine.backends.sglang.sample_prompt import sample_prompt
 from engine.plugins.local.spec import LocalBackendSpec
+from engine.plugins.sglang.sample_prompt import sample_prompt
 from engine.plugins.trainers.pixels import Pixels
 from engine.plugins.trainers.verl.backend import VerlBackend
 from engine.schemas.generation import GenerateRequest, SamplingParams

@@ -13,11 +13,11 @@ from joined_sglang import JoinedSGLang
 from slow_cases import slow_after
 from test_push_outages import Policy
 
-from engine.backends.sglang.client import SGLangBackend
 from engine.errors import TrainError
+from engine.plugins.sglang.client import SGLangBackend
+from engine.plugins.sglang.spec import SGLangBackendSpec
 from engine.plugins.weights import broadcasts, sync_collective
 from engine.plugins.weights.sync_collective import CollectiveSync
-from engine.schemas.backend import SGLangBackendSpec
 from engine.schemas.generation import SamplingParams
 from engine.tokens.template import ChatTemplate
 

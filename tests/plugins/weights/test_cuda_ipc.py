@@ -15,11 +15,12 @@ import pytest
 import torch
 from torch.multiprocessing import reductions
 
-from engine.backends.sglang.client import SGLangBackend
 from engine.errors import TrainError
+from engine.plugins.sglang.client import SGLangBackend
+from engine.plugins.sglang.spec import SGLangBackendSpec
 from engine.plugins.weights.shared_tensors import DeviceBuffer, SharedBuffer
 from engine.plugins.weights.sync_sglang import TensorSync, _launched_gpus
-from engine.schemas.backend import LaunchSpec, SGLangBackendSpec
+from engine.schemas.backend import LaunchSpec
 from engine.schemas.generation import SamplingParams
 from engine.schemas.model import ModelSpec
 from engine.tokens.loading import load_format

@@ -15,10 +15,10 @@ from sglang_cluster import OUTPUT, FakeSGLang
 from slow_cases import slow_but_each
 from test_push_outages import Policy
 
-from engine.backends.sglang.client import SGLangBackend
 from engine.errors import BackendError
+from engine.plugins.sglang.client import SGLangBackend
+from engine.plugins.sglang.spec import SGLangBackendSpec
 from engine.plugins.weights.sync_sglang import DiskSync, TensorSync
-from engine.schemas.backend import SGLangBackendSpec
 from engine.schemas.generation import SamplingParams
 from engine.tokens.template import ChatTemplate
 

@@ -16,11 +16,11 @@ from safetensors.torch import save_file
 from sglang_cluster import OUTPUT, FakeSGLang
 from slow_cases import slow_after
 
-from engine.backends.sglang.client import SGLangBackend
 from engine.errors import OutageError, TrainError
+from engine.plugins.sglang.client import SGLangBackend
+from engine.plugins.sglang.spec import SGLangBackendSpec
 from engine.plugins.weights.server_pushes import difference
 from engine.plugins.weights.sync_sglang import AdapterSync, DiskSync
-from engine.schemas.backend import SGLangBackendSpec
 from engine.schemas.generation import SamplingParams
 from engine.tokens.template import ChatTemplate
 

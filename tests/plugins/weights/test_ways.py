@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_sync import spec_of
 
-from engine.backends.sglang.client import SGLangBackend
 from engine.errors import TrainError
+from engine.plugins.sglang.client import SGLangBackend
+from engine.plugins.sglang.spec import SGLangBackendSpec
 from engine.plugins.weights.shared_tensors import SharedBuffer, buckets, buffer_bytes
-from engine.schemas.backend import SGLangBackendSpec
 from engine.schemas.generation import SamplingParams
 from engine.schemas.model import ModelSpec
 from engine.tokens.loading import load_format

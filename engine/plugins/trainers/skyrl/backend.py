@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from engine.backends.sglang.sample_prompt import refuse_family
 from engine.errors import BackendError
+from engine.plugins.sglang.sample_prompt import refuse_family
 from engine.plugins.trainers.backend import Sampled, TrainerBackend, given
 from engine.plugins.trainers.pixels import check_times
 from engine.tokens.image_bank import RecentlyUsed

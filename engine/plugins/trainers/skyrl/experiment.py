@@ -10,8 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.backends.sglang.routing import layout_of
 from engine.errors import TrainError
+from engine.plugins.sglang.routing import layout_of
 from engine.plugins.trainers.handover import HandedRow, SeveralRows, Sums, groups_of, one_row_each
 from engine.plugins.trainers.library import late_subclass, overrides
 from engine.plugins.trainers.rollouts import TrainerRollouts

@@ -7,14 +7,14 @@ import asyncio
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from engine.backends.sglang.client import SGLangBackend
 from engine.errors import TrainError
+from engine.plugins.sglang.client import SGLangBackend
+from engine.plugins.sglang.spec import SGLangBackendSpec
 from engine.plugins.trainers.process import LoopThread, OncePerProcess
 from engine.plugins.trainers.rollouts import TrainerRollouts
 from engine.plugins.trainers.slime.handover import origin_of, samples_of
 from engine.plugins.trainers.slime.settings import Settings, refuse_arguments, router_url
 from engine.runner.batch import without_signal
-from engine.schemas.backend import SGLangBackendSpec
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

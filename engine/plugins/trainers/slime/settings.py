@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 import structlog
 
 from engine.errors import TrainError
+from engine.plugins.sglang.spec import SGLangBackendSpec
 from engine.plugins.trainers.settings import OFF, Row, refuse, value_of
-from engine.schemas.backend import SGLangBackendSpec
 from engine.schemas.sections import written
 from engine.schemas.train import TrainSpec
 

@@ -11,8 +11,8 @@ import asyncio
 from base64 import b64decode
 from typing import TYPE_CHECKING, Any
 
-from engine.backends.sglang.routing import layout_of
 from engine.errors import BackendError
+from engine.plugins.sglang.routing import layout_of
 from engine.plugins.trainers.backend import Sampled, TrainerBackend, given
 from engine.plugins.trainers.settings import value_of
 from engine.plugins.trainers.verl.settings import SHARED

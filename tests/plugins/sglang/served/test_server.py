@@ -14,10 +14,10 @@ import pytest
 from generate_requests import generate_request
 from server_load import aborted, until_samples, until_works_on
 
-from engine.backends.sglang.client import SGLangBackend
 from engine.errors import BackendError, ContextOverflow
+from engine.plugins.sglang.client import SGLangBackend
+from engine.plugins.sglang.spec import SGLangBackendSpec
 from engine.plugins.weights.colocation import ServerMemory
-from engine.schemas.backend import SGLangBackendSpec
 from engine.schemas.generation import FinishReason, Generation, SamplingParams
 from engine.tokens.template import ChatTemplate
 

@@ -17,8 +17,8 @@ import numpy as np
 
 from engine.backends.servers.dialect import Dialect, ReplyFields
 from engine.backends.servers.wire import EncodedRequest, ReplyError, RequestEncoder
-from engine.backends.sglang.routing import routed_experts
 from engine.errors import BackendError
+from engine.plugins.sglang.routing import routed_experts
 from engine.schemas.generation import GenerateRequest, VersionSpan
 
 if TYPE_CHECKING:

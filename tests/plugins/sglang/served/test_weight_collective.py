@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 import torch
 
-from engine.backends.sglang.client import SGLangBackend
+from engine.plugins.sglang.client import SGLangBackend
+from engine.plugins.sglang.spec import SGLangBackendSpec
 from engine.plugins.weights import broadcasts, sync_collective
 from engine.plugins.weights.broadcasts import BroadcastGroup
-from engine.schemas.backend import SGLangBackendSpec
 from engine.schemas.generation import SamplingParams
 from engine.tokens.template import ChatTemplate
 from engine.train.sync import open_sync

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from engine.backends.servers import wire
 from engine.backends.servers.wire import EncodedRequest, PromptMismatch, ReplyError, read_reply
-from engine.backends.sglang.wire import SGLANG, Encoder, version_number
 from engine.errors import BackendError
+from engine.plugins.sglang.wire import SGLANG, Encoder, version_number
 from engine.schemas.generation import FinishReason, GenerateRequest, SamplingParams, VersionSpan
 from engine.tokens.tape import Tape
 

@@ -19,8 +19,8 @@ from test_policy_vision import open_policy
 from test_vision_wire import request
 from vision_code import FIRST, MACHINE, SECOND, THIRD
 
-from engine.backends.sglang.client import SGLangBackend
-from engine.schemas.backend import SGLangBackendSpec
+from engine.plugins.sglang.client import SGLangBackend
+from engine.plugins.sglang.spec import SGLangBackendSpec
 from engine.schemas.generation import SamplingParams
 from engine.schemas.model import ModelSpec
 from engine.schemas.trajectory import ImageSpan

@@ -127,7 +127,7 @@ def adapter_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _conftest() -> object:
     import importlib.util
 
-    spec = importlib.util.spec_from_file_location("shared_conftest", Path(__file__).parents[2] / "conftest.py")
+    spec = importlib.util.spec_from_file_location("shared_conftest", Path(__file__).parents[3] / "conftest.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

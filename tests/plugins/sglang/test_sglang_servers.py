@@ -12,9 +12,9 @@ from bad_replies import BROKEN, SERVER_ERRORS
 from generate_requests import generate_request as request
 from sglang_cluster import OUTPUT, Call, answers, cluster
 
-from engine.backends.sglang.client import SGLangBackend
 from engine.errors import BackendError
-from engine.schemas.backend import SGLangBackendSpec
+from engine.plugins.sglang.client import SGLangBackend
+from engine.plugins.sglang.spec import SGLangBackendSpec
 from engine.schemas.generation import SamplingParams, VersionSpan
 from engine.tokens.template import ChatTemplate
 

@@ -15,7 +15,7 @@ import yaml
 from test_episodes_served import played, write_spec
 from trainings import begin_training, metric_lines
 
-from engine.backends.sglang.checks import EXPERTS_FLAG
+from engine.plugins.sglang.checks import EXPERTS_FLAG
 from engine.runner.replay import Replayer
 from engine.schemas.train import TrainSpec
 from engine.spec.load import load_spec

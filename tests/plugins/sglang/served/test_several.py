@@ -16,9 +16,9 @@ import pytest
 from generate_requests import generate_request
 from server_load import aborted, until_samples, until_works_on
 
-from engine.backends.sglang.client import SGLangBackend
 from engine.errors import BackendError
-from engine.schemas.backend import SGLangBackendSpec
+from engine.plugins.sglang.client import SGLangBackend
+from engine.plugins.sglang.spec import SGLangBackendSpec
 from engine.schemas.generation import GenerateRequest, SamplingParams
 from engine.tokens.template import ChatTemplate
 
@@ -69,7 +69,7 @@ def router_before(worker: str, python: Path, folder: Path) -> Iterator[str]:
         ports = [str(one.getsockname()[1]), str(other.getsockname()[1])]
     command = [python, "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", ports[0]]
     command += ["--worker-urls", worker, "--policy", "cache_aware", "--prometheus-port", ports[1]]
-    stand_ins = Path(__file__).parents[3] / "scripts" / "sglang_cpu"  # the router's launcher imports SGLang
+    stand_ins = Path(__file__).parents[4] / "scripts" / "sglang_cpu"  # the router's launcher imports SGLang
     environment = {**os.environ, "PYTHONPATH": str(stand_ins), "SGLANG_USE_CPU_ENGINE": "1"}
     with (folder / "router.log").open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)

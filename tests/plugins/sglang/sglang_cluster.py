@@ -9,8 +9,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from engine.backends.sglang.client import SGLangBackend
-from engine.schemas.backend import SGLangBackendSpec
+from engine.plugins.sglang.client import SGLangBackend
+from engine.plugins.sglang.spec import SGLangBackendSpec
 from engine.schemas.generation import SamplingParams
 from engine.tokens.experts import ExpertLayout
 from engine.tokens.template import ChatTemplate

@@ -14,11 +14,11 @@ from generate_requests import generate_request
 from server_load import until_samples
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from engine.backends.sglang.client import SGLangBackend
 from engine.errors import BackendError, TrainError
+from engine.plugins.sglang.client import SGLangBackend
+from engine.plugins.sglang.spec import SGLangBackendSpec
 from engine.plugins.weights.server_pushes import check_versions
 from engine.plugins.weights.shared_tensors import SharedBuffer, buffer_bytes
-from engine.schemas.backend import SGLangBackendSpec
 from engine.schemas.episode import EpisodeSpec
 from engine.schemas.generation import GenerateRequest, Generation, SamplingParams
 from engine.schemas.sections import read_stored

@@ -39,7 +39,7 @@ def test_sglang_opens_the_handles_on_its_own_index_of_the_gpu(
 ) -> None:
     monkeypatch.setattr(reductions, "reduce_tensor", cuda_reduction)
     monkeypatch.setattr(torch.cuda, "get_device_properties", {1: SimpleNamespace(uuid=UUID)}.__getitem__)
-    paths = str(Path(__file__).parents[3] / "scripts" / "sglang_cpu")
+    paths = str(Path(__file__).parents[4] / "scripts" / "sglang_cpu")
     done = subprocess.run(
         [sglang_interpreter, "-c", READ, UUID],
         input=message(),

@@ -19,8 +19,8 @@ from waiting import wait_until
 from engine.schemas.trajectory import Trajectory
 from engine.store import RunStore, list_runs
 
-BACKENDS = Path(__file__).parent.parent / "backends"
-SPEC_CODE = Path(__file__).parent.parent / "runner"
+HERE = Path(__file__).parent
+SPEC_CODE = HERE.parents[1] / "core/runner"
 engine = partial(engine_process, modules=[SPEC_CODE], COLUMNS="250")
 
 
@@ -33,7 +33,7 @@ class Servers:
         self._process: subprocess.Popen[str] | None = None
 
     def start(self, *options: str | float) -> None:
-        command = [sys.executable, str(BACKENDS / "outage_server.py"), self.kind, str(self.port), *map(str, options)]
+        command = [sys.executable, str(HERE / "outage_server.py"), self.kind, str(self.port), *map(str, options)]
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert self._process.stdout is not None
         self.port = int(self._process.stdout.readline())

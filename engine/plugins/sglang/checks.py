@@ -13,12 +13,12 @@ import structlog
 from engine.backends.http.reply import HttpReply, error_text
 from engine.backends.servers.checks import ask
 from engine.backends.servers.pool import Server
-from engine.backends.sglang.wire import SGLANG
 from engine.errors import BackendError, OutageError
+from engine.plugins.sglang.wire import SGLANG
 from engine.schemas.generation import SamplingParams
 
 if TYPE_CHECKING:
-    from engine.schemas.backend import SGLangBackendSpec
+    from engine.plugins.sglang.spec import SGLangBackendSpec
 
 log = structlog.get_logger(__name__)
 

@@ -20,8 +20,8 @@ import numpy as np
 
 from engine.backends.http.reply import error_text
 from engine.backends.servers.pool import ImageFacts, Server
-from engine.backends.sglang.wire import HASHED_BY_SERVER
 from engine.errors import BackendError
+from engine.plugins.sglang.wire import HASHED_BY_SERVER
 from engine.schemas.base import Struct
 from engine.schemas.message import ImagePart, Message, TextPart
 from engine.tokens.catalogue import no_bars

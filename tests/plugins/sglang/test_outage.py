@@ -16,11 +16,11 @@ from sglang_cluster import Call, cluster
 from slow_cases import each_once, slow_after
 
 from engine.backends.http.outage import Outage
-from engine.backends.sglang.client import SGLangBackend
 from engine.clocks import PausableClocks
 from engine.errors import BackendError, OutageError
 from engine.plugin import entries
-from engine.schemas.backend import SGLangBackendSpec
+from engine.plugins.sglang.client import SGLangBackend
+from engine.plugins.sglang.spec import SGLangBackendSpec
 from engine.schemas.generation import SamplingParams
 from engine.schemas.message import Message
 from engine.tokens.template import ChatTemplate

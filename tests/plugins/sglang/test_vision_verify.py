@@ -16,8 +16,8 @@ from vision_code import pil
 
 from engine.backends.http.reply import HttpReply
 from engine.backends.servers.pool import Server
-from engine.backends.sglang.sample_prompt import verify_servers
 from engine.errors import BackendError
+from engine.plugins.sglang.sample_prompt import verify_servers
 from engine.schemas.model import ModelSpec
 from engine.tokens.loading import load_format
 from engine.tokens.template import ChatTemplate

@@ -19,10 +19,10 @@ from vision_kit import square
 
 from engine.backends.http.reply import HttpReply
 from engine.backends.servers.pool import ImageFacts, Server
-from engine.backends.sglang.client import SGLangBackend
-from engine.backends.sglang.sample_prompt import check_images
 from engine.errors import BackendError, ImageError
-from engine.schemas.backend import SGLangBackendSpec
+from engine.plugins.sglang.client import SGLangBackend
+from engine.plugins.sglang.sample_prompt import check_images
+from engine.plugins.sglang.spec import SGLangBackendSpec
 from engine.schemas.model import ModelSpec
 from engine.tokens.images import digest_of
 from engine.tokens.loading import load_format

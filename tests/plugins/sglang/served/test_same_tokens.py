@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from generate_requests import generate_request
 
-from engine.backends.sglang.client import SGLangBackend
 from engine.errors import BackendError
 from engine.plugins.local.spec import LocalBackendSpec
-from engine.schemas.backend import SGLangBackendSpec
+from engine.plugins.sglang.client import SGLangBackend
+from engine.plugins.sglang.spec import SGLangBackendSpec
 from engine.schemas.generation import FinishReason, GenerateRequest, SamplingParams
 from engine.schemas.message import Message
 from engine.schemas.model import ModelSpec

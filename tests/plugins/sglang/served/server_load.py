@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 
-from engine.backends.sglang.client import SGLangBackend
+from engine.plugins.sglang.client import SGLangBackend
 
 HANGS_AFTER = 100.0
 """Seconds after which a test fails that waits."""

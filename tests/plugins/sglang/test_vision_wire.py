@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from PIL import Image
 from vision_code import FIRST, SECOND, pil
 
-from engine.backends.sglang.wire import Encoder
 from engine.errors import BackendError
+from engine.plugins.sglang.wire import Encoder
 from engine.schemas.generation import GenerateRequest
 from engine.schemas.message import ImagePart
 from engine.schemas.model import ModelSpec

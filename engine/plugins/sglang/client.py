@@ -10,14 +10,14 @@ from msgspec.structs import asdict
 
 from engine.backends.servers.checks import CheckedServers
 from engine.backends.servers.pool import Server
-from engine.backends.sglang.checks import EXPERTS_FLAG, ask_worker, dropped_by, workers_of
-from engine.backends.sglang.control import Control, FollowedWeights
-from engine.backends.sglang.routing import layout_of
-from engine.backends.sglang.sample_prompt import check_images, refuse_family
-from engine.backends.sglang.wire import DEFAULT_VERSION, SGLANG, Encoder
 from engine.backends.weights import ServerWeights
 from engine.errors import BackendError
-from engine.schemas.backend import SGLangBackendSpec
+from engine.plugins.sglang.checks import EXPERTS_FLAG, ask_worker, dropped_by, workers_of
+from engine.plugins.sglang.control import Control, FollowedWeights
+from engine.plugins.sglang.routing import layout_of
+from engine.plugins.sglang.sample_prompt import check_images, refuse_family
+from engine.plugins.sglang.spec import SGLangBackendSpec
+from engine.plugins.sglang.wire import DEFAULT_VERSION, SGLANG, Encoder
 from engine.schemas.generation import GenerateRequest, SamplingParams
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from engine.backends.servers.checks import ServerFacts
-    from engine.backends.sglang.sample_prompt import ServerDifference
+    from engine.plugins.sglang.sample_prompt import ServerDifference
     from engine.spec.load import LoadedSpec
     from engine.tokens.template import ChatTemplate
 
@@ -110,7 +110,7 @@ class SGLangBackend(CheckedServers):
         """
         await super().start()
         if self._spec.verify and self._folder is not None:
-            from engine.backends.sglang.sample_prompt import verify_servers
+            from engine.plugins.sglang.sample_prompt import verify_servers
 
             healthy = [server for server in self.workers if server.healthy]
             given = {server.url: server.version for server in healthy if server.version not in (None, DEFAULT_VERSION)}
