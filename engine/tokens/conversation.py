@@ -213,7 +213,7 @@ class Conversation:
         Raises:
             RenderError: A message has role `assistant`: only the model replies. Or the format cannot show one.
         """
-        if any(message.role == "assistant" for message in messages):
+        if "assistant" in [message.role for message in messages]:
             raise RenderError("a message of role `assistant` was added to a running episode; only the model replies")
         for message in messages:
             self._say(message)
