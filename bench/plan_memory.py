@@ -1,6 +1,7 @@
 """The resident memory of processes that train, beside the plan of `engine plan`.
 
     python bench/plan_memory.py                 # 1, 2 and 4 processes on this machine; a model of 47 million parameters in float32
+    python bench/plan_memory.py --against BASE  # the time of the plan of a 32B training, alternating with that of the checkout BASE
 
 Each process makes two steps of two micro-batches. Its resident memory is read from /proc every 5 ms: private memory (`RssAnon`) and mapped files
 (`RssFile`: libraries, and the weights' file while it is read). What a process holds before its model is made is subtracted.
@@ -17,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,42 @@ machine: {preset: single_turn}
 limits: {turn_tokens: 6}
 train: {device: cpu, memory: {max_tokens_per_microbatch: TOKENS}}
 """
+
+
+SHAPE_32B = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 128, "hidden_size": 5120,
+    "intermediate_size": 25600, "max_position_embeddings": 40960, "num_attention_heads": 64, "num_hidden_layers": 64,
+    "num_key_value_heads": 8, "tie_word_embeddings": False, "torch_dtype": "bfloat16", "vocab_size": 151936,
+}  # fmt: skip
+"""Qwen3-32B. No weights are needed."""
+
+
+def compare_times(base: Path, pairs: int) -> None:
+    """Plan with 8 processes and one micro-batch of 16,384 tokens in bfloat16; each time is a whole process."""
+    here = Path(__file__).resolve().parents[1]
+    sys.path.insert(0, str(here / "tests/kit"))
+    from shipped_tokenizers import unpack
+
+    with tempfile.TemporaryDirectory() as folder:
+        model = unpack("qwen3", Path(folder))
+        (model / "config.json").write_text(json.dumps(SHAPE_32B))
+        spec = Path(folder) / "spec.yaml"
+        text = (
+            SPEC.replace("MODEL", str(model)).replace("TOKENS", "16384").replace("device: cpu", "precision: bfloat16")
+        )
+        spec.write_text(text)
+        for _ in range(pairs):
+            for name, checkout in (("this checkout", here), (base.name, base.resolve())):
+                plugin = (checkout / "engine/plugins/plan").is_dir()
+                words = ["plan", str(spec)] if plugin else ["train", str(spec), "--plan"]
+                began, cpu = time.perf_counter(), os.times()
+                done = subprocess.run(
+                    [sys.executable, "-m", "engine.cli.main", *words, "--processes", "8", "--memory", "80GB"],
+                    env=os.environ | {"PYTHONPATH": str(checkout)}, cwd=checkout, capture_output=True, text=True,
+                )  # fmt: skip
+                after = os.times()
+                spent = after.children_user + after.children_system - cpu.children_user - cpu.children_system
+                print(f"{name}: {time.perf_counter() - began:.1f} s, {spent:.1f} s CPU\n{done.stdout}{done.stderr}")
 
 
 class Resident:
@@ -116,12 +154,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--worker", type=Path)
+    parser.add_argument("--against", type=Path, metavar="BASE")
+    parser.add_argument("--pairs", type=int, default=1)
     parser.add_argument(
         "--glibc-default", action="store_true", help="leave the limits of glibc's allocator as they are"
     )
     options = parser.parse_args()
     if options.worker is not None:
         work(options.worker)
+        return
+    if options.against is not None:
+        compare_times(options.against, options.pairs)
         return
     from engine.plugins.plan.plan import plan_memory
     from engine.spec.load import load_spec

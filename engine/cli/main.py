@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import sys
 from collections.abc import Callable
@@ -175,6 +176,7 @@ def main() -> None:
     except SystemExit as leaving:
         code = leaving.code
         leave_hung_code_behind(code if isinstance(code, int) else 1 if code else 0)
+        gc.freeze()  # Python looks for garbage a last time: not in all that was imported
         raise
 
 

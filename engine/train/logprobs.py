@@ -105,6 +105,19 @@ def chunked_logprobs(
     return logprobs, entropies if entropy else None
 
 
+def _block_sizes(count: int, vocab: int, chunk_elements: int) -> tuple[int, int]:
+    """Tokens and ids of a block of logits."""
+    tokens = max(1, min(count, MAX_BLOCK_TOKENS, chunk_elements))
+    return tokens, max(1, min(vocab, chunk_elements // tokens))
+
+
+def representative_vocab(count: int, vocab: int, chunk_elements: int) -> int:
+    """The fewest ids with which the log-probs of `count` tokens take the memory that they take with `vocab` ids: blocks
+    of logits follow each other, so two whole ones and the last one have all sizes."""
+    ids = _block_sizes(count, vocab, chunk_elements)[1]
+    return min(vocab // ids, 2) * ids + vocab % ids
+
+
 @dataclass(slots=True)
 class _Block:
     """One block of logits: a range of tokens × a range of ids."""
@@ -135,9 +148,7 @@ class _Blocks:
         self.hidden = hidden.to(settings.dtype)
         if settings.scales_hidden and settings.temperature != 1.0:
             self.hidden = self.hidden / settings.temperature
-        count = hidden.shape[0]
-        self._tokens = max(1, min(count, MAX_BLOCK_TOKENS, settings.chunk_elements))
-        self._ids = max(1, min(settings.vocab, settings.chunk_elements // self._tokens))
+        self._tokens, self._ids = _block_sizes(hidden.shape[0], settings.vocab, settings.chunk_elements)
         self._banned = torch.tensor(settings.banned, dtype=torch.long)
 
     def spans(self) -> Iterator[tuple[slice, list[slice]]]:

@@ -60,18 +60,15 @@ def plan(
     Exit status: 0; 1 when the spec is not valid, or memory is given and a step, or the longest row, does not fit; 2
     when the command line is wrong.
     """
-    from engine.plugins.plan.plan import size_of
+    from engine.cli.validate.command import collections_paused
     from engine.schemas.base import parse_bytes
 
     try:
         most = None if memory is None else int(parse_bytes(memory))
     except ValueError as error:
         wrong_usage(f"--memory: {error}")
-    try:
-        size = None if image_size is None else size_of(image_size)
-    except ValueError as error:
-        wrong_usage(f"--image-size: {error}")
-    _print_plan(spec, overrides or [], processes, most, images, size)
+    with collections_paused():
+        _print_plan(spec, overrides or [], processes, most, images, image_size)
 
 
 def _print_plan(
@@ -80,7 +77,7 @@ def _print_plan(
     processes: int | None,
     most: int | None,
     images: int | None,
-    size: tuple[int, int] | None,
+    image_size: str | None,
 ) -> None:
     """Print the plan of a spec. What is None is that of `train.plan`."""
     from engine.cli.console import make_console
@@ -90,6 +87,10 @@ def _print_plan(
     from engine.train.setup import train_spec_of
     from engine.validate.train import FLOAT32_ON_GPU
 
+    try:
+        size = None if image_size is None else size_of(image_size)
+    except ValueError as error:
+        wrong_usage(f"--image-size: {error}")
     with errors_exit(ERROR):
         loaded = load_spec(spec, overrides)
         train = train_spec_of(loaded)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from engine.errors import EngineError, TrainError
 from engine.plugins.plan.planned_images import PlannedImages, image_tokens, largest_images
-from engine.plugins.plan.planned_step import StepBytes, simulate
+from engine.plugins.plan.planned_step import StepBytes, StepSize, simulate
 from engine.plugins.plan.spec import PlanSpec
 from engine.spec.text.diagnostic import DataPath, Diagnostic
 from engine.terminal import size_words
@@ -102,43 +102,31 @@ def plan_memory(
         raise TrainError(f"the model {spec.model.path} gets no images, so none can be planned", kind="train_setup")
     count = images or spec.limits.images or spec.model.max_images or 1
     tokens = max(train.memory.max_tokens_per_microbatch, spec.limits.episode_tokens or 0, 4)
-
-    def step(size: _Size) -> StepBytes:
-        return simulate(loaded, train, format, processes=processes, gpu=gpu, tokens=size.tokens, images=size.images)
-
-    larger = _Size.of(format.vision, tokens, count, image_size)
-    smaller = _Size.of(format.vision, max(tokens // 2, 2), count, image_size)
+    larger = _size_of(format.vision, tokens, count, image_size)
+    smaller = _size_of(format.vision, max(tokens // 2, 2), count, image_size)
     if smaller.tokens >= larger.tokens:  # the images fill both
-        smaller = _Size(larger.tokens - _LEAST_TEXT // 2, larger.images)
-    small, large = step(smaller), step(larger)
+        smaller = StepSize(larger.tokens - _LEAST_TEXT // 2, larger.images)
+    large, small = simulate(loaded, train, format, [larger, smaller], processes=processes, gpu=gpu)
     slope = (large.peak - small.peak) / (larger.tokens - smaller.tokens)
     return _plan(loaded, train, processes, larger, large, max(slope, 1.0), gpu=gpu)
 
 
-@dataclass(frozen=True, slots=True)
-class _Size:
-    """The micro-batch of a step."""
-
-    tokens: int
-    images: PlannedImages | None
-
-    @classmethod
-    def of(cls, vision: Vision | None, tokens: int, count: int, image_size: tuple[int, int] | None) -> _Size:
-        """A micro-batch of `tokens` tokens, or as many as its images need."""
-        if vision is None:
-            return cls(tokens, None)
-        if image_size is None:
-            images = largest_images(vision, count, tokens - _LEAST_TEXT)
-        else:
-            images = PlannedImages(count, *image_size)
-        return cls(max(tokens, image_tokens(vision, images) + _LEAST_TEXT), images)
+def _size_of(vision: Vision | None, tokens: int, count: int, image_size: tuple[int, int] | None) -> StepSize:
+    """A micro-batch of `tokens` tokens, or as many as its images need."""
+    if vision is None:
+        return StepSize(tokens, None)
+    if image_size is None:
+        images = largest_images(vision, count, tokens - _LEAST_TEXT)
+    else:
+        images = PlannedImages(count, *image_size)
+    return StepSize(max(tokens, image_tokens(vision, images) + _LEAST_TEXT), images)
 
 
 def _plan(
     loaded: LoadedSpec,
     train: TrainSpec,
     processes: int,
-    size: _Size,
+    size: StepSize,
     whole: StepBytes,
     slope: float,
     *,
@@ -216,8 +204,8 @@ def what_saves(plan: MemoryPlan, train: TrainSpec, longest: int) -> list[str]:
 def row_findings(loaded: LoadedSpec, seconds: float) -> Iterator[Diagnostic]:
     """Compare the longest row and the micro-batch of a spec with the memory of `train.plan`, if it is set.
 
-    It takes at most `seconds`: a plan of a model with many layers may take a minute on a busy machine. A model whose
-    files are not here is not planned; another rule reports it. No weight is read.
+    It takes at most `seconds`: a plan takes several, and more where few layers of a model repeat. A model whose files
+    are not here is not planned; another rule reports it. No weight is read.
     """
     wanted = None if loaded.spec.train is None else PlanSpec.section_of(loaded.spec.train)
     files = None if wanted is None else model_files(loaded)

@@ -1,16 +1,18 @@
 """One step of the real trainer with tensors that have sizes and no content, to count its memory.
 
 The model is sharded by the real FSDP over a process group that sends nothing, and the bytes of living tensors are
-counted (`AllocatedBytes`). So the count knows each model's own layers, vision towers included.
+counted (`AllocatedBytes`). So the count knows each model's own layers, vision towers included. Of layers and blocks of
+logits that repeat, only as many are run as decide about all.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,14 +20,13 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from engine.errors import TrainError
 from engine.plugins.plan.planned_images import PlannedImages, planned_row
 from engine.tokens.catalogue import resolve_model
 from engine.train.auxiliary import AuxiliaryObjective, open_objectives
 from engine.train.distributed import RunForward, ShardedProcessGroup
-from engine.train.logprobs import CPU_BLOCK_ELEMENTS
+from engine.train.logprobs import CPU_BLOCK_ELEMENTS, representative_vocab
 from engine.train.optimizers import MasterWeights, local_of
 from engine.train.packing import Pack, pack_rows
 from engine.train.policy import Policy
@@ -37,58 +38,87 @@ if TYPE_CHECKING:
 
 
 class AllocatedBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Within it, `now` is the number of bytes of living storages that were made in it, and `peak` the largest `now`."""
+    """Within it, `now` is the number of bytes of living storages that were made in it, and `peak` the largest `now`
+    since `begin`; `peaks` holds those before."""
 
     supports_higher_order_operators = True
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.now = self.peak = 0
+        self.peaks: list[int] = []
+        self._inner = False
         self._seen: dict[int, int] = {}
         self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._gathered: set[int] = set()
+        """Storages of FSDP, which sets those of gathered weights to 0 without an operation."""
 
-    def add(self, tensor: torch.Tensor) -> None:
+    def begin(self, inner: bool = False) -> None:
+        """Begin a new peak. That of an inner part is not kept."""
+        if not self._inner:
+            self.peaks.append(self.peak)
+        self._inner = inner
+        self._measure()
+        self.peak = self.now
+
+    def add(self, tensor: torch.Tensor, *, gathered: bool = False) -> None:
         """Count the storage of a tensor of any shape, once, until it is freed."""
-        if isinstance(tensor, DTensor):
-            tensor = tensor.to_local()
-        if tensor.is_meta:
-            return
+        if type(tensor) is not FakeTensor:
+            if isinstance(tensor, DTensor):
+                tensor = tensor.to_local()
+            if tensor.is_meta:
+                return
         storage = tensor.untyped_storage()
         key, size = storage._cdata, storage.nbytes()
-        if key in self._seen:  # FSDP resizes storages
-            self.now += size - self._seen[key]
-        else:
-            self.now += size
-            weakref.finalize(storage, self._free, key)
-            self._storages[key] = weakref.ref(storage)
-        self._seen[key] = size
-        if self.now > self.peak * 1.001:  # sizes are read again rarely: a peak is exact to 0.1 %
+        counted = self._seen.get(key)
+        if counted is None:
+            self._storages[key] = weakref.ref(storage, partial(self._free, key))
+        if counted != size:
+            self.now += size - (counted or 0)
+            self._seen[key] = size
+        if gathered:
+            self._gathered.add(key)
+        if self.now > self.peak:
             self._measure()
             self.peak = max(self.peak, self.now)
 
     def _measure(self) -> None:
-        """Read the sizes of all storages again: FSDP sets those of gathered weights to 0 without an operation."""
-        for key, reference in self._storages.items():
-            storage = reference()
-            if storage is not None and storage.nbytes() != self._seen[key]:
-                self.now += storage.nbytes() - self._seen[key]
-                self._seen[key] = storage.nbytes()
+        """Read the sizes of FSDP's storages again."""
+        for key in self._gathered:
+            storage = self._storages[key]()
+            if storage is not None and (size := storage.nbytes()) != self._seen[key]:
+                self.now += size - self._seen[key]
+                self._seen[key] = size
 
-    def _free(self, key: int) -> None:
-        self.now -= self._seen.pop(key, 0)
-        self._storages.pop(key, None)
+    def _free(self, key: int, _reference: weakref.ref[torch.UntypedStorage]) -> None:
+        self.now -= self._seen.pop(key)
+        del self._storages[key]
+        self._gathered.discard(key)
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        for leaf in (*tree_leaves(result), *tree_leaves(args)):
-            if isinstance(leaf, torch.Tensor):
-                self.add(leaf)
+        if function is _DEVICE:
+            return function(*args)
+        named = kwargs or {}
+        result = function(*args, **named)
+        gathered = function.namespace == "fsdp"
+        for leaf in _leaves([result, *args, *named.values()]):
+            self.add(leaf, gathered=gathered)
         return result
+
+
+def _leaves(values: Sequence[Any]) -> Iterator[Tensor]:
+    """The tensors of arguments, and of lists of them."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _leaves(value)
 
 
 _KEEPS_CONTENT = frozenset([torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64])
 """Number types of indices and masks, whose values decide about shapes."""
 _AT = torch.ops.aten
+_DEVICE = torch.ops.prim.device.default
 
 
 class SizesOnly(FakeTensorMode):  # type: ignore[no-untyped-call]
@@ -105,8 +135,10 @@ class SizesOnly(FakeTensorMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if func is _DEVICE and type(args[0]) is FakeTensor:
+            return args[0].fake_device
         given = dict(kwargs or {})
-        tensors = [leaf for leaf in tree_leaves((args, given)) if isinstance(leaf, Tensor)]
+        tensors = list(_leaves([*args, *given.values()]))
         computed = all(_has_content(tensor) for tensor in tensors) if tensors else _makes_integers(func, args, given)
         if computed and torch.device(given.get("device") or "cpu").type == "cpu":
             return func(*args, **given)
@@ -175,112 +207,264 @@ class StepBytes:
     """Pixels of the micro-batch's images, and activations of the vision model."""
     activations: int
     """What a forward pass keeps for the backward pass, without `images`."""
-    peak: int
-    """All together, at the peak."""
     trained: int
     """Number of trained parameters, the critic's not included."""
+    peaks: tuple[int, ...]
+    """All together, at the peak of each part of the step."""
+
+    @property
+    def peak(self) -> int:
+        """All together, at the peak."""
+        return max(self.peaks)
+
+    def followed_by(self, more: StepBytes, number: int) -> StepBytes:
+        """The step with `number` further layers of a model, where `more` is the one with the first of them."""
+        peaks = tuple(a + number * (b - a) for a, b in zip(self.peaks, more.peaks, strict=True))
+        pairs = {name: (getattr(self, name), getattr(more, name)) for name in self.__slots__ if name != "peaks"}
+        return StepBytes(peaks=peaks, **{name: a + number * (b - a) for name, (a, b) in pairs.items()})
+
+
+LEAST_COPIES = {False: 3, True: 5}
+"""Copies of repeated layers in the smaller of two steps, without and with images: a first one, and two last ones,
+because FSDP holds what a layer before gathered; the first three layers may get features of images."""
+
+
+class StepSize(NamedTuple):
+    """The micro-batch of a step: one row."""
+
+    tokens: int
+    """Tokens of the row, of which all but the first and those of images are trained."""
+    images: PlannedImages | None
 
 
 def simulate(
-    loaded: LoadedSpec,
-    train: TrainSpec,
-    format: ChatTemplate,
-    *,
-    processes: int,
-    gpu: bool,
-    tokens: int,
-    images: PlannedImages | None,
-) -> StepBytes:
-    """Make a step with a micro-batch of one row.
+    loaded: LoadedSpec, train: TrainSpec, format: ChatTemplate, sizes: Sequence[StepSize], *, processes: int, gpu: bool
+) -> list[StepBytes]:
+    """Make a step for each size of a micro-batch.
+
+    Where layers repeat, the bytes of each part of a step grow by the same number with each copy. So two short models
+    are run, which differ by one copy, and their difference is added for the others.
 
     Args:
         loaded: The spec.
         train: Its `train:` section, as it is used.
         format: The model's chat format.
+        sizes: The micro-batches.
         processes: Number of processes.
         gpu: Take blocks of logits and AdamW's update as on a GPU, which has temporary tensors for all parameters at a
             time.
-        tokens: Tokens of the row, of which all but the first and those of images are trained.
-        images: The row's images; None: it has none.
 
     Raises:
         TrainError: kind `train_setup`: the model cannot be trained, or this process is one of several.
     """
-    spec = loaded.spec
-    folder = resolve_model(spec.model.path, spec.model.revision, loaded.base)
     memory = train.memory
     if not gpu:
         smaller = min(memory.logits_chunk_elements, CPU_BLOCK_ELEMENTS)
         memory = memory.model_copy(update={"logits_chunk_elements": smaller})
     train = train.model_copy(update={"device": "cpu", "memory": memory})
-    with _planned(processes) as group:
-        policy = Policy.load(
-            folder, train, temperature=1.0, vocab=format.vocab_size, vision=format.vision, process_group=group
-        )
-        objectives = open_objectives(loaded, train, format, policy)
-        with SizesOnly(), experts_in_any_dtype(), AllocatedBytes() as held:
-            policy.shard(offload=train.memory.offload == "all")
-            for objective in objectives:
-                for head in objective.heads:
-                    _replace_parameters(head, "meta")
-                    _replace_parameters(head, "cpu")
-                objective.shard(offload=train.memory.offload == "all")
-            row = planned_row(policy.net.vision, policy.net.vocab, tokens, images)
-            (pack,) = pack_rows([row], tokens, share_prefixes=False)
-            return _step(policy, objectives, train, held, pack, gpu=gpu)
+    fewest = LEAST_COPIES[any(size.images is not None for size in sizes)]
+
+    def of_copies(number: int) -> tuple[list[StepBytes], int]:
+        with _planned(processes) as group:
+            return simulate_copies(loaded, train, format, sizes, group, number, gpu=gpu)
+
+    steps, copies = of_copies(fewest)
+    if copies > fewest:
+        more, _ = of_copies(fewest + 1)
+        steps = [step.followed_by(longer, copies - fewest) for step, longer in zip(steps, more, strict=True)]
+    return steps
 
 
-def _step(
+def simulate_copies(
+    loaded: LoadedSpec,
+    train: TrainSpec,
+    format: ChatTemplate,
+    sizes: Sequence[StepSize],
+    group: _PlannedProcessGroup,
+    copies: int,
+    *,
+    gpu: bool,
+) -> tuple[list[StepBytes], int]:
+    """Steps with at most `copies` copies of the layers that repeat, and how many copies the model has; `copies` if all
+    of its layers were there."""
+    folder = resolve_model(loaded.spec.model.path, loaded.spec.model.revision, loaded.base)
+    offload = train.memory.offload == "all"
+    policy = Policy.load(
+        folder, train, temperature=1.0, vocab=format.vocab_size, vision=format.vision, process_group=group
+    )
+    objectives = open_objectives(loaded, train, format, policy)
+    nets = [policy.net, policy.reference_model, *(objective.net for objective in objectives)]
+    layers = [RepeatedLayers(net.model) for net in nets if net is not None]
+    counts = {repeated.copies for repeated in layers}
+    alike = len(counts) == 1 and min(counts) >= copies
+    with SizesOnly(), experts_in_any_dtype(), AllocatedBytes() as held:
+        if alike:
+            for repeated in layers:
+                repeated.shorten(copies)
+        policy.shard(offload=offload)
+        for objective in objectives:
+            for head in objective.heads:
+                _replace_parameters(head, "meta")
+                _replace_parameters(head, "cpu")
+            objective.shard(offload=offload)
+        if alike:
+            for repeated in layers:
+                repeated.watch(held)
+        return _steps(policy, objectives, train, held, sizes, gpu=gpu), min(counts) if alike else copies
+
+
+def _steps(
     policy: Policy,
     objectives: Sequence[AuxiliaryObjective],
     train: TrainSpec,
     held: AllocatedBytes,
-    pack: Pack,
+    sizes: Sequence[StepSize],
     *,
     gpu: bool,
-) -> StepBytes:
-    """Make a step. What was computed before the micro-batch at the peak is there: moments, and gradients of other
+) -> list[StepBytes]:
+    """Make steps. What was computed before the micro-batch at the peak is there: moments, and gradients of other
     micro-batches."""
     masters = MasterWeights(dict(policy.named_parameters()))
     trained = list(masters.named.values())
     optimizer = torch.optim.AdamW(trained, lr=1e-6, foreach=gpu)
     of_objectives = [parameter for objective in objectives for parameter in objective.parameters.values()]
     others = [objective.optimizer for objective in objectives if objective.optimizer is not None]
-    updated = [optimizer, *others]
     _set_gradients([*trained, *of_objectives])
-    for updating in updated:
-        updating.step()
-        updating.zero_grad()
+    nets = [policy.net, policy.reference_model, *(objective.net for objective in objectives)]
+    vocabularies = [(net, net.vocab) for net in nets if net is not None]
     seen = _VisionBytes(held, policy, *(objective.net for objective in objectives))
-    held.peak = held.now
-    _set_gradients([*trained, *of_objectives])  # of the micro-batches before
-    before = held.now
+    steps = []
+    for updating in (optimizer, *others):
+        updating.step()
+    for size in sizes:
+        row = planned_row(policy.net.vision, vocabularies[0][1], size.tokens, size.images)
+        (pack,) = pack_rows([row], size.tokens, share_prefixes=False)
+        for net, vocabulary in vocabularies:
+            net.vocab = representative_vocab(len(pack.labels), vocabulary, net.chunk_elements)
+        for updating in (optimizer, *others):
+            updating.zero_grad()
+        seen.bytes = 0
+        held.begin()
+        held.peaks.clear()
+        _set_gradients([*trained, *of_objectives])  # of the micro-batches before
+        before = held.now
+        activations = _pass(policy, objectives, train, held, pack) - before
+        for updating in reversed((optimizer, *others)):
+            held.begin()
+            updating.step()
+        held.begin()
+        step = StepBytes(
+            weights=_bytes(policy.model.parameters()),
+            masters=_bytes(masters.copies),
+            gradients=_bytes(trained),
+            moments=_moments(optimizer),
+            reference=0 if policy.reference_model is None else _bytes(policy.reference_model.model.parameters()),
+            critic=_bytes([*(tensor for objective in objectives for tensor in objective.held()), *of_objectives])
+            + sum(map(_moments, others)),
+            images=seen.bytes,
+            activations=activations - seen.bytes,
+            trained=sum(local_of(parameter).numel() for parameter in trained),
+            peaks=tuple(held.peaks),
+        )
+        steps.append(step)
+    return steps
+
+
+def _pass(
+    policy: Policy, objectives: Sequence[AuxiliaryObjective], train: TrainSpec, held: AllocatedBytes, pack: Pack
+) -> int:
+    """Make a forward and a backward pass. Returns the bytes that are there between them."""
     reads_states = any(objective.reads_states for objective in objectives)
     logprobs, entropy, states = policy.forward_with_states(pack, entropy=True, states=reads_states)
     predicted = [objective.predict(pack, states) for objective in objectives]
-    activations = held.now - before
+    held.begin()
+    between = held.now
     if train.kl.in_loss:
         policy.reference(pack)
     assert entropy is not None
     total = logprobs.sum() + entropy.sum()
     total = sum((values.sum() for values in predicted if values is not None), start=total)
     total.backward()  # type: ignore[no-untyped-call]
-    del logprobs, entropy, states, predicted, total
-    for updating in reversed(updated):
-        updating.step()
-    return StepBytes(
-        weights=_bytes(policy.model.parameters()),
-        masters=_bytes(masters.copies),
-        gradients=_bytes(trained),
-        moments=_moments(optimizer),
-        reference=0 if policy.reference_model is None else _bytes(policy.reference_model.model.parameters()),
-        critic=_bytes([*(tensor for objective in objectives for tensor in objective.held()), *of_objectives])
-        + sum(map(_moments, others)),
-        images=seen.bytes,
-        activations=activations - seen.bytes,
-        peak=held.peak,
-        trained=sum(local_of(parameter).numel() for parameter in trained),
-    )
+    return between
+
+
+class RepeatedLayers:
+    """The layers of a model's text decoder, as a pattern of layers that repeats between a beginning and an end.
+
+    `copies` is the number of copies of the pattern that are there.
+    """
+
+    def __init__(self, model: Any) -> None:
+        names = set(getattr(model, "_no_split_modules", None) or ())
+        self._decoder = getattr(model, "get_decoder", lambda: model)()
+        lists = [module for module in self._decoder.modules() if isinstance(module, nn.ModuleList)]
+        blocks = (layers for layers in lists if {type(layer).__name__ for layer in layers} <= names)
+        self._layers = next(blocks, nn.ModuleList())
+        self._begin, self._period, self.copies = longest_repeat(list(map(self._kind, range(len(self._layers)))))
+
+    def _kind(self, number: int) -> Any:
+        """What is equal for layers that compute the same."""
+        layer = self._layers[number]
+        modules = [
+            (name, type(module), sorted((key, value) for key, value in vars(module).items() if _says_kind(key, value)))
+            for name, module in layer.named_modules()
+        ]
+        weights = [
+            (name, *(weight.shape, weight.dtype, weight.requires_grad)) for name, weight in layer.named_parameters()
+        ]
+        return modules, weights, [values[number] for values in self._lists().values()]
+
+    def _lists(self) -> dict[str, list[Any]]:
+        """Those of the configuration that have a value for each layer."""
+        config = getattr(self._decoder, "config", None)
+        named = {} if config is None else vars(config)
+        return {
+            key: value for key, value in named.items() if isinstance(value, list) and len(value) == len(self._layers)
+        }
+
+    def shorten(self, copies: int) -> None:
+        """Leave only so many copies of the pattern."""
+        second = self._begin + self._period
+        dropped = slice(second, second + self._period * (self.copies - copies))
+        for name, values in self._lists().items():
+            setattr(self._decoder.config, name, values[: dropped.start] + values[dropped.stop :])
+        del self._layers[dropped]
+        self.copies = copies
+
+    def watch(self, held: AllocatedBytes) -> None:
+        """Begin a new peak where a layer begins or ends, and where its backward pass begins. Of the copies between the
+        first and the last two none has the peak of all."""
+        second = self._begin + self._period
+        inner = range(second, second + self._period * (self.copies - 3))
+        for number, layer in enumerate(self._layers):
+            begin = partial(held.begin, number in inner)
+            layer.register_forward_pre_hook(lambda *_given, begin=begin: begin())
+            layer.register_forward_hook(partial(_begin_after, begin))
+
+
+def _begin_after(begin: Callable[[], None], _layer: nn.Module, _inputs: Any, result: Any) -> None:
+    begin()
+    states = result[0] if isinstance(result, tuple) else result
+    if states.requires_grad:
+        states.register_hook(lambda _gradient: begin())
+
+
+def _says_kind(name: str, value: Any) -> bool:
+    return name != "layer_idx" and isinstance(value, bool | int | float | str)
+
+
+def longest_repeat(kinds: list[Any]) -> tuple[int, int, int]:
+    """Where the pattern begins whose repetitions take the most places, its length, and the number of repetitions."""
+    best = (0, max(len(kinds), 1), min(len(kinds), 1))
+    for period in range(1, len(kinds) // 2 + 1):
+        begin = 0
+        for at in range(period, len(kinds) + 1):
+            if at == len(kinds) or kinds[at] != kinds[at - period]:
+                copies = (at - begin) // period
+                if period * (copies - 1) > best[1] * (best[2] - 1):
+                    best = (begin, period, copies)
+                begin = at - period + 1
+    return best
 
 
 class _VisionBytes:

@@ -19,6 +19,7 @@ from process_group_worker import save_model
 from written_specs import save_spec
 
 from engine.plugins.plan import plan as plan_module
+from engine.plugins.plan import planned_step
 from engine.plugins.plan.plan import plan_memory, row_findings
 from engine.schemas.sections import dump
 from engine.spec.load import LoadedSpec, load_spec
@@ -140,6 +141,50 @@ def test_the_plan_is_what_a_step_takes(spec: Any, kinds: list[str], processes: i
         print(kind, processes, plan.total, plan.bytes, found)
         for each in found:
             assert plan.total == pytest.approx(each["peak"], rel=0.1), kind
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "processes", "gpu"),
+    [
+        ("kl", 1, False),
+        ("kl", 4, True),
+        ("lora", 2, True),
+        ("bfloat16", 2, True),
+        ("probe", 1, True),
+        ("network", 2, False),
+        ("experts", 2, True),
+        ("images", 1, True),
+        ("images again", 2, True),
+    ],
+)
+def test_two_short_models_and_few_blocks_of_logits_give_the_plan_of_all_layers_and_ids(
+    spec: Any, monkeypatch: pytest.MonkeyPatch, kind: str, processes: int, gpu: bool
+) -> None:
+    path = spec(kind.startswith("images"), kind == "experts", kind, **KINDS[kind])
+    loaded = load_spec(path, ["train.memory.logits_chunk_elements=65536"])
+    simulated = []
+
+    def counted(*arguments: Any, **named: Any) -> Any:
+        steps, copies = simulate_copies(*arguments, **named)
+        simulated.append(copies)
+        return steps, copies
+
+    simulate_copies = planned_step.simulate_copies
+    monkeypatch.setattr(planned_step, "simulate_copies", counted)
+    short = plan_memory(loaded, processes=processes, gpu=gpu)
+    assert simulated == [6, 6]
+    monkeypatch.setattr(planned_step, "LEAST_COPIES", {False: 7, True: 7})
+    monkeypatch.setattr(planned_step, "representative_vocab", lambda _count, vocab, _elements: vocab)
+    assert plan_memory(loaded, processes=processes, gpu=gpu) == short
+
+
+def test_a_pattern_of_layers_is_found_between_others() -> None:
+    assert planned_step.longest_repeat(list("aaaa")) == (0, 1, 4)
+    assert planned_step.longest_repeat(list("dmmmmm")) == (1, 1, 5)
+    assert planned_step.longest_repeat(list("sssfsssfsssfss")) == (0, 4, 3)
+    assert planned_step.longest_repeat(list("abc")) == (0, 3, 1)
+    assert planned_step.longest_repeat([]) == (0, 1, 0)
 
 
 @pytest.mark.slow
