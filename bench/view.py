@@ -102,6 +102,7 @@ def make(folder: Path, model: str, episodes: int, *, without: bool) -> None:
         connection.execute("PRAGMA synchronous = OFF")
         connection.execute("PRAGMA foreign_keys = OFF")
         connection.execute("DELETE FROM journal")
+        connection.execute("UPDATE run SET header = json_remove(header, '$.plugins')")  # older engines do not know it
         tables = {
             table: [row[1] for row in connection.execute(f"PRAGMA table_info({table})")]
             for table in ("tasks", "episodes", "trajectories", "branches", "postings", "summaries")

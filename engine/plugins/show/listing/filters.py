@@ -371,6 +371,9 @@ def _evaluator(
             f"SELECT {_ROW} {FROM.format('episodes e')} WHERE e.number = :number", {**parameters, "number": number}
         )
         scope = dict(zip(_NAMES, row.fetchone(), strict=True))
+        if scope["branches"] is None and scope["status"] == "done":
+            made = dict(zip(summaries.COLUMNS, contents.summary(number), strict=True))
+            scope |= {name: made[name] for name in _NAMES if name in made}
         try:
             context = _context(guard.names, number, scope, contents, constants)
             return guard.evaluate(context)
@@ -442,14 +445,8 @@ def _outcome(row: Mapping[str, Any]) -> dict[str, Any]:
 
 def _episode(number: int, row: Mapping[str, Any], contents: Contents) -> dict[str, Any]:
     ended, started = row["ended"], row["started"]
-    values: dict[str, Any] = {
-        name: row[name] for name in ("branches", "images", "trained", "version", "oldest_version")
-    }
-    if row["status"] == "done" and values["branches"] is None:
-        made = dict(zip(summaries.COLUMNS, contents.summary(number), strict=True))
-        if made["branches"] is None:
-            raise StoreError(made["message"])
-        values = {name: made[name] for name in values}
+    if row["status"] == "done" and row["branches"] is None:
+        raise StoreError(contents.summary(number)[0])
     return {
         "id": row["id"],
         "task": row["task_id"],
@@ -458,8 +455,8 @@ def _episode(number: int, row: Mapping[str, Any], contents: Contents) -> dict[st
         "attempt": row["attempt"],
         "seconds": ended - started if ended and started else 0.0,
         "trainable": bool(row["trainable"]),
-        **{name: values[name] or 0 for name in ("branches", "images", "trained")},
-        **{name: -1 if values[name] is None else values[name] for name in ("version", "oldest_version")},
+        **{name: row[name] or 0 for name in ("branches", "images", "trained")},
+        **{name: -1 if row[name] is None else row[name] for name in ("version", "oldest_version")},
     }
 
 

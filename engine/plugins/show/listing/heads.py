@@ -145,7 +145,7 @@ def heads(store: RunReader) -> Iterator[Trajectory]:
 
 
 class Contents:
-    """The content of the episodes of a store, and what summaries would have of those that have none.
+    """The content of the episodes of a store, and the summaries that its tables do not have.
 
     One store of a divided run is open at a time.
     """
@@ -185,10 +185,13 @@ class Contents:
         return str(row[0])
 
     def summary(self, number: int) -> tuple[Any, ...]:
-        """Return the summary of a finished episode that has none stored. Of one that is damaged: the problem as its
-        message."""
+        """Return the summary of a finished episode: of its part of a divided run, or made of its content. Of one that
+        is damaged: the problem as its message."""
         if self._last[0] != number:
             try:
+                if (stored := self._stored(number)) is not None:
+                    self._last = (number, stored)
+                    return stored
                 head = read_head(self.text(number))
                 connection, here = self.of(number)
                 query = "SELECT tokens, weight_versions FROM branches WHERE episode = ?"
@@ -198,6 +201,16 @@ class Contents:
                 values = (str(error), *[None] * (len(summaries.COLUMNS) - 1))
             self._last = (number, values)
         return self._last[1]
+
+    def _stored(self, number: int) -> tuple[Any, ...] | None:
+        if not self._store.divided:
+            return None
+        connection, here = self.of(number)
+        query = f"SELECT {', '.join(summaries.COLUMNS)} FROM summaries NATURAL JOIN trajectories WHERE episode = ?"
+        with suppress(sqlite3.OperationalError):  # a part of an older engine has no such table
+            row: tuple[Any, ...] | None = connection.execute(query, (here,)).fetchone()
+            return row
+        return None
 
     def feedback(self, number: int, attempt: int) -> dict[str, Any]:
         """Return the variable `feedback` at the end of an episode."""

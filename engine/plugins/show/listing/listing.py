@@ -87,6 +87,8 @@ class Listing:
         with closing(sqlite3.connect(self._side)) as connection:
             connection.executescript(_SIDE)
         self._chosen: tuple[Any, Matching] | None = None
+        self._state: tuple[Any, ...] | None = None
+        self._counted: tuple[Any, ...] = (None, None, None)
         self._steps: dict[int, Any] = {}
 
     def close(self) -> None:
@@ -142,7 +144,7 @@ class Listing:
             _order(sort)  # a wrong key is an error before anything is read
             matching = self._choose(filter, text)
             keys = [key[:2] for key in self._ordered(matching, sort, descending, offset, limit)]
-            total = sum(count for (count,) in chain(*self._each("SELECT count(*) {}", matching)))
+            total = self._totals(matching).episodes
             skipped, because = (0, None) if matching is None else (matching.skipped, matching.because)
             return Page(rows=self._rows(keys), total=total, skipped=skipped, skipped_because=because)
 
@@ -155,7 +157,7 @@ class Listing:
         """
         with self._lock:
             matching = self._choose(filter, text)
-            done = sum(count for (count,) in chain(*self._each("SELECT count(*) {} AND e.status = 'done'", matching)))
+            done = self._totals(matching).done
             query = (
                 'SELECT :source, failure, blame, CASE WHEN failure IS NULL THEN "limit" END AS ended_by, count(*), '
                 "min(task_index * 1000000000 + sample_index), e.number {} AND e.status = 'done' AND (failure IS NOT "
@@ -190,17 +192,7 @@ class Listing:
     def totals(self, filter: str | None = None, text: str | None = None) -> Totals:
         """Return counts and mean rewards over the list. Raises: StoreError: the filter is not valid."""
         with self._lock:
-            query = (
-                "SELECT count(*), total(e.status = 'done'), total(solved), total(failure IS NOT NULL), total(failure "
-                "IS NULL AND \"limit\" IS NOT NULL), count(CASE WHEN e.status = 'done' THEN reward END), total(CASE "
-                "WHEN e.status = 'done' THEN reward END) {}"
-            )
-            counted = [
-                sum(values) for values in zip(*chain(*self._each(query, self._choose(filter, text))), strict=True)
-            ]
-            episodes, done, solved, failed, limited = map(int, counted[:5])
-            reward = counted[6] / counted[5] if counted[5] else None
-            return Totals(episodes=episodes, done=done, solved=solved, failed=failed, limited=limited, reward=reward)
+            return self._totals(self._choose(filter, text))
 
     def group(self, run: str, task: str) -> list[Row]:
         """Return the samples of a task, in order.
@@ -310,7 +302,7 @@ class Listing:
     def _choose(self, filter: str | None, text: str | None) -> Matching | None:
         """Read the newest state, and choose episodes into the table `chosen`; None: all of them."""
         guard = compile_filter(filter, "filter", LISTING_VARIABLES) if filter and filter.strip() else None
-        state = self._refresh()
+        state = self._state = self._refresh()
         if guard is None and not text:
             return None
         wanted = (filter, text, state)
@@ -328,6 +320,22 @@ class Listing:
         return self._chosen[1]
 
     # --- queries of each store ---
+
+    def _totals(self, matching: Matching | None) -> Totals:
+        """The totals of what `_choose` returned; counted again when a store has changed."""
+        if self._counted[0] is matching and self._counted[1] is not None and self._counted[1] == self._state:
+            return self._counted[2]
+        query = (
+            "SELECT count(*), total(e.status = 'done'), total(solved), total(failure IS NOT NULL), total(failure "
+            "IS NULL AND \"limit\" IS NOT NULL), count(CASE WHEN e.status = 'done' THEN reward END), total(CASE "
+            "WHEN e.status = 'done' THEN reward END) {}"
+        )
+        counted = [sum(values) for values in zip(*chain(*self._each(query, matching)), strict=True)]
+        episodes, done, solved, failed, limited = map(int, counted[:5])
+        reward = counted[6] / counted[5] if counted[5] else None
+        totals = Totals(episodes=episodes, done=done, solved=solved, failed=failed, limited=limited, reward=reward)
+        self._counted = (matching, self._state, totals)
+        return totals
 
     def _each(self, query: str, matching: Matching | None, **more: Any) -> list[Iterator[tuple[Any, ...]]]:
         """The rows of a query over the list, by store. `{}` stands for its tables and its condition."""
