@@ -88,7 +88,7 @@ class Listing:
             connection.executescript(_SIDE)
         self._chosen: tuple[Any, Matching] | None = None
         self._state: tuple[Any, ...] | None = None
-        self._counted: tuple[Any, ...] = (None, None, None)
+        self._counted: tuple[Matching | None, Any, Totals | None] = (None, None, None)
         self._steps: dict[int, Any] = {}
 
     def close(self) -> None:
@@ -323,8 +323,9 @@ class Listing:
 
     def _totals(self, matching: Matching | None) -> Totals:
         """The totals of what `_choose` returned; counted again when a store has changed."""
-        if self._counted[0] is matching and self._counted[1] is not None and self._counted[1] == self._state:
-            return self._counted[2]
+        of, state, totals = self._counted
+        if totals is not None and of is matching and state is not None and state == self._state:
+            return totals
         query = (
             "SELECT count(*), total(e.status = 'done'), total(solved), total(failure IS NOT NULL), total(failure "
             "IS NULL AND \"limit\" IS NOT NULL), count(CASE WHEN e.status = 'done' THEN reward END), total(CASE "
