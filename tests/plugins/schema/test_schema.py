@@ -240,12 +240,9 @@ def test_every_example_is_right_for_both(name: str, key: str, value: Any, valida
 
 def test_the_reference_has_a_row_for_every_key() -> None:
     text = spec_page()
-    assert (
-        "| `user_turns` | a whole number, at least 1 | `8` | Maximum number of answers of the user. |"
-        in text.splitlines()
-    )
-    assert "| `with` | a mapping | `{}` | Keyword arguments for its constructor. |" in text.splitlines()
-    assert '| `machine` | [a mapping](#machine) or the name of a preset | `{"preset": "tools_and_user"}` | ' in text
+    assert "| `user_turns` | integer, ≥ 1 | `8` | Maximum number of answers of the user. |" in text.splitlines()
+    assert "| `with` | mapping | `{}` | Keyword arguments for its constructor. |" in text.splitlines()
+    assert '| `machine` | [mapping](#machine) or the name of a preset | `{"preset": "tools_and_user"}` | ' in text
     for line in text.splitlines():
         assert "Union[" not in line
         assert "NoneType" not in line
