@@ -199,7 +199,7 @@ def adapters(folder: Path) -> list[Record]:
     """What the adapters for other trainers make of one group: an episode with three rows, one with one, and one that failed."""
     from slime_kit import Sample
 
-    from engine.plugins.trainers.areal.handover import trajectory as areal
+    from engine.plugins.trainers.areal.rows import trajectory as areal
     from engine.plugins.trainers.handover import Sums, one_row_each
     from engine.plugins.trainers.rollouts import TrainerRollouts
     from engine.plugins.trainers.skyrl.handover import generator_output
@@ -241,7 +241,7 @@ def adapters_images(folder: Path) -> list[Record]:
     """What each adapter makes of the rows with images of a group. A record has the type, shape and SHA-256 of each tensor."""
     from slime_kit import Sample
 
-    from engine.plugins.trainers.areal.handover import trajectory as areal
+    from engine.plugins.trainers.areal.rows import trajectory as areal
     from engine.plugins.trainers.handover import HandedRow, Sums
     from engine.plugins.trainers.rollouts import TrainerRollouts
     from engine.plugins.trainers.skyrl.handover import generator_output

@@ -30,7 +30,7 @@ READERS = {
     "engine/plugins/sft/demonstrations.py": "reads rows of files",
     "engine/plugins/sft/row_facts.py": "reads rows of files",
     "engine/plugins/sft/rendered_rows.py": "reads rows of files that have messages and no ids",
-    "engine/plugins/trainers/areal/handover.py": "columns of AReaL's batch",
+    "engine/plugins/trainers/areal/rows.py": "columns of AReaL's batch",
     "engine/plugins/trainers/verl/agent_loop.py": "columns of verl's data set and batch",
     "engine/plugins/trainers/verl/rows.py": "columns of verl's batch",
 }

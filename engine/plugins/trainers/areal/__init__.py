@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine.plugins.trainers.areal.handover import check_batches, sums_of_batch, trajectory
+from engine.plugins.trainers.areal.rows import check_batches, sums_of_batch, trajectory
 from engine.plugins.trainers.areal.settings import refuse_settings
 from engine.plugins.trainers.areal.workflow import EngineGroups, task_dataset, watch, workflow_arguments
 from engine.plugins.trainers.library import late_subclass

@@ -18,7 +18,7 @@ import structlog
 
 from engine.errors import EngineError, TrainError
 from engine.plugins.trainers.areal.backend import ArealBackend
-from engine.plugins.trainers.areal.handover import check_batches, trajectory
+from engine.plugins.trainers.areal.rows import check_batches, trajectory
 from engine.plugins.trainers.areal.settings import refuse_settings
 from engine.plugins.trainers.library import overrides
 from engine.plugins.trainers.process import OncePerProcess

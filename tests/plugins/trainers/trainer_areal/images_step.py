@@ -160,7 +160,7 @@ def _first(batch: list[dict[str, Any]]) -> tuple[list[Any], int]:
 
 def _again(images: Any, digests: tuple[str, ...], pixels: Any) -> Any:
     """The images of a row with others in their place, whose number of patches is the same or not."""
-    from engine.plugins.trainers.areal.handover import ImageDict
+    from engine.plugins.trainers.areal.rows import ImageDict
     from engine.plugins.trainers.pixels import RowImages, checksum
 
     bank = pixels.vision.bank

@@ -22,7 +22,7 @@ def main(spec_file: str, folder: str) -> None:
 
     from engine.errors import TrainError
     from engine.plugins.trainers.areal import task_dataset, watch, workflow_arguments
-    from engine.plugins.trainers.areal.handover import SUMS
+    from engine.plugins.trainers.areal.rows import SUMS
 
     actor_config = PPOActorConfig(
         experiment_name="e", trial_name="t", path="", discount=0.0, kl_ctl=0.0, reward_bias=-0.5, reward_scaling=3.0
