@@ -26,7 +26,7 @@ from PIL import Image
 from sglang_cluster import OUTPUT, Call, FakeSGLang
 
 from engine.plugins.trainers.slime import advantages, convert, generate, generate_rollout
-from engine.plugins.trainers.slime.handover import origin_of
+from engine.plugins.trainers.slime.rows import origin_of
 from engine.schemas.environment import EpisodeView, UserTurn
 from engine.schemas.model import ModelSpec
 from engine.schemas.reward import RewardEvent

@@ -14,7 +14,7 @@ imported only inside its functions.
 
 from __future__ import annotations
 
-from engine.plugins.trainers.slime.handover import advantages, convert
 from engine.plugins.trainers.slime.rollouts import generate, generate_rollout
+from engine.plugins.trainers.slime.rows import advantages, convert
 
 __all__ = ["advantages", "convert", "generate", "generate_rollout"]

@@ -12,7 +12,7 @@ from engine.plugins.sglang.client import SGLangBackend
 from engine.plugins.sglang.spec import SGLangBackendSpec
 from engine.plugins.trainers.process import LoopThread, OncePerProcess
 from engine.plugins.trainers.rollouts import TrainerRollouts
-from engine.plugins.trainers.slime.handover import origin_of, samples_of
+from engine.plugins.trainers.slime.rows import origin_of, samples_of
 from engine.plugins.trainers.slime.settings import Settings, refuse_arguments, router_url
 from engine.runner.batch import without_signal
 

@@ -26,8 +26,8 @@ from slime_kit import (
 
 from engine.errors import TrainError
 from engine.plugins.trainers.slime import advantages, convert, generate, generate_rollout
-from engine.plugins.trainers.slime.handover import samples_of
 from engine.plugins.trainers.slime.rollouts import Episodes
+from engine.plugins.trainers.slime.rows import samples_of
 
 
 def test_samples_and_columns_are_the_rows(args: Any, router: Any) -> None:

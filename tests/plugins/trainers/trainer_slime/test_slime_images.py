@@ -16,8 +16,8 @@ from slime_kit import Sample, assert_same, document, slime_args, start_router, s
 from vision_code import MACHINE
 
 from engine.plugins.trainers.slime import convert, generate
-from engine.plugins.trainers.slime.handover import origin_of
 from engine.plugins.trainers.slime.rollouts import Episodes
+from engine.plugins.trainers.slime.rows import origin_of
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ import pytest
 from slime_kit import Sample, arrived
 
 from engine.plugins.trainers.slime import advantages, convert
-from engine.plugins.trainers.slime.handover import origin_of, samples_of
+from engine.plugins.trainers.slime.rows import origin_of, samples_of
 from engine.store import RunStore
 
 pytestmark = [pytest.mark.slow, pytest.mark.trainers]
