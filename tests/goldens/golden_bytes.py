@@ -202,7 +202,7 @@ def adapters(folder: Path) -> list[Record]:
     from engine.plugins.trainers.areal.rows import trajectory as areal
     from engine.plugins.trainers.handover import Sums, one_row_each
     from engine.plugins.trainers.rollouts import TrainerRollouts
-    from engine.plugins.trainers.skyrl.handover import generator_output
+    from engine.plugins.trainers.skyrl.rows import generator_output
     from engine.plugins.trainers.slime.rows import convert, samples_of
     from engine.plugins.trainers.verl.rows import group_rows
 
@@ -244,7 +244,7 @@ def adapters_images(folder: Path) -> list[Record]:
     from engine.plugins.trainers.areal.rows import trajectory as areal
     from engine.plugins.trainers.handover import HandedRow, Sums
     from engine.plugins.trainers.rollouts import TrainerRollouts
-    from engine.plugins.trainers.skyrl.handover import generator_output
+    from engine.plugins.trainers.skyrl.rows import generator_output
     from engine.plugins.trainers.slime.rows import convert, samples_of
     from engine.plugins.trainers.verl.rows import group_rows
 

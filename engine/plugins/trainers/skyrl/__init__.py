@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine.plugins.trainers.skyrl.handover import (
+from engine.plugins.trainers.skyrl.rows import (
     ESTIMATOR,
     generator_output,
     identity_advantages,

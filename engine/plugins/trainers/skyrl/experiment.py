@@ -16,7 +16,7 @@ from engine.plugins.trainers.handover import HandedRow, SeveralRows, Sums, group
 from engine.plugins.trainers.library import late_subclass, overrides
 from engine.plugins.trainers.rollouts import TrainerRollouts
 from engine.plugins.trainers.skyrl.backend import SkyRLBackend
-from engine.plugins.trainers.skyrl.handover import filled, generator_output, register_estimator, sums_of_batch
+from engine.plugins.trainers.skyrl.rows import filled, generator_output, register_estimator, sums_of_batch
 from engine.plugins.trainers.skyrl.settings import refuse_settings
 from engine.spec.load import load_spec
 

@@ -10,7 +10,7 @@ import structlog
 from engine.plugins.trainers.backend import unsupported
 from engine.plugins.trainers.settings import OFF, Row, refuse
 from engine.plugins.trainers.skyrl.backend import NAMES
-from engine.plugins.trainers.skyrl.handover import ESTIMATOR
+from engine.plugins.trainers.skyrl.rows import ESTIMATOR
 from engine.validate.model_files import model_files
 
 if TYPE_CHECKING:
