@@ -20,7 +20,7 @@ class SourceFacts(Struct, frozen=True, kw_only=True):
     keys: tuple[str, ...]
     """The keys of `tasks` that only some kinds read, and this one does. The first must be there."""
     opens: str = ""
-    """Entry point of `(loaded, limit) -> engine.spec.rows.sources.Rows`, which opens the rows; `limit`: how many are
+    """Entry point of `(loaded, limit) -> engine.spec.rows.row.Rows`, which opens the rows; `limit`: how many are
     needed, None: all may be. Empty for kinds of the core."""
     splits: bool = False
     """Whether its rows may have splits with names."""

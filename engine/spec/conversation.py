@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from engine.schemas.message import ContentPart, ImagePart, Message, TextPart, ToolCall, image_part
 from engine.schemas.model import PromptField
-from engine.spec.rows.sources import find, plain
+from engine.spec.rows.row import find, plain
 
 IMAGE_MARK = "<image>"
 """Text that stands for the next image of the row's image field."""

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from engine.errors import EngineError
 from engine.schemas.message import ContentPart, Message, TextPart
-from engine.spec.rows.sources import find
+from engine.spec.rows.row import find
 from engine.spec.text.near import near_or_known
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from engine.errors import SpecError
 from engine.schemas.environment import Task
 from engine.schemas.tasks import MIX, TasksSpec
-from engine.spec.rows.sources import Row
+from engine.spec.rows.row import Row
 from engine.spec.tasks import count_tasks, rows_of
 from engine.spec.text.diagnostic import DataPath
 from engine.spec.text.near import near_or_known

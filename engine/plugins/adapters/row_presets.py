@@ -9,7 +9,7 @@ from pydantic import Field, field_validator
 
 from engine.schemas.model import PromptField
 from engine.schemas.tasks import RowPreset
-from engine.spec.rows.sources import find
+from engine.spec.rows.row import find
 
 
 class VerlRows(RowPreset):

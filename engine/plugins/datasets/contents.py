@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from engine.errors import RenderError, StoreError
 from engine.plugins.datasets.sft_rows import Selection
 from engine.plugins.datasets.tables import Kind, Table, identity
-from engine.spec.rows.sources import find
+from engine.spec.rows.row import find
 from engine.store.rows.columns import json_text
 from engine.store.shown_messages import reply_numbers, shown_messages
 from engine.tokens.tokenizer import MARK, unquote

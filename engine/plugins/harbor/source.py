@@ -12,8 +12,8 @@ from engine.errors import SpecError
 from engine.plugins.harbor.folders import HarborError, UnsupportedTaskError, read_task, task_folders
 from engine.schemas.entry import AdapterFacts
 from engine.schemas.tasks import SourceFacts
+from engine.spec.rows.row import ListRows, Rows
 from engine.spec.rows.row_sources import TASKS, fault, task_file
-from engine.spec.rows.sources import ListRows, Rows
 from engine.spec.text.diagnostic import Diagnostic, Origin
 from engine.spec.text.near import short
 

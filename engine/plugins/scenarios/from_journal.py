@@ -31,7 +31,7 @@ from engine.schemas.journal import (
 )
 from engine.schemas.message import ImagePart, Message
 from engine.schemas.script import ScriptedReply
-from engine.spec.rows.sources import Row
+from engine.spec.rows.row import Row
 from engine.spec.tasks import load_tasks, task_of
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from engine.spec.added import added_tools
 from engine.spec.load import load_document, load_spec
 from engine.spec.references import mask_all
 from engine.spec.resolve import MAX_BYTES
-from engine.spec.rows.sources import Row
+from engine.spec.rows.row import Row
 from engine.spec.tasks import load_tasks, task_of
 from engine.spec.text.diagnostic import SET_FILE, DataPath, Diagnostic, Origin
 from engine.validate import refuse_first_tasks

@@ -35,7 +35,7 @@ from engine.plugins.sft.spec import SftDataSpec
 from engine.schemas.base import Struct
 from engine.schemas.experts import unpack_experts
 from engine.schemas.trajectory import ImageSpan
-from engine.spec.rows.sources import RowFault, Rows
+from engine.spec.rows.row import RowFault, Rows
 from engine.store.loader import TensorFolder, images_folder
 from engine.store.rows.row import RowEpisode, TrainingRow
 from engine.tokens.loading import load_format

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.errors import EngineError
 from engine.schemas.message import Message, ToolCall
-from engine.spec.rows.sources import ListRows, Rows
+from engine.spec.rows.row import ListRows, Rows
 from engine.tokens.conversation import Conversation
 
 if TYPE_CHECKING:

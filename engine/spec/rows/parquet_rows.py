@@ -13,7 +13,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from engine.spec.rows.sources import Row, RowFault, Rows
+from engine.spec.rows.row import Row, RowFault, Rows
 
 GROUP_BYTES = 64 * 2**20
 """Largest row group of a Parquet file, uncompressed, that is decoded whole to read one row. A file with a larger one is

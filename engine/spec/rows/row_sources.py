@@ -12,7 +12,7 @@ from engine.plugin import load
 from engine.spec.access import OUTSIDE_FIX
 from engine.spec.code.entry import EntryError, load_entry
 from engine.spec.rows.parquet_rows import ParquetRows
-from engine.spec.rows.sources import DatasetRows, ListRows, Row, RowFault, Rows
+from engine.spec.rows.row import DatasetRows, ListRows, Row, RowFault, Rows
 from engine.spec.rows.text_rows import CsvRows, JsonlRows
 from engine.spec.text.diagnostic import DataPath, Diagnostic, Origin
 from engine.spec.text.near import nearest_name, short

@@ -21,7 +21,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from engine.spec.rows.sources import Row, RowFault, Rows
+from engine.spec.rows.row import Row, RowFault, Rows
 from engine.spec.text.diagnostic import Origin
 
 MAX_CELL = 2**27

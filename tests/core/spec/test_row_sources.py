@@ -20,7 +20,7 @@ from engine.spec.load import load_spec
 from engine.spec.rows import parquet_rows
 from engine.spec.rows.mix import TaskList
 from engine.spec.rows.parquet_rows import ParquetRows
-from engine.spec.rows.sources import Rows
+from engine.spec.rows.row import Rows
 from engine.spec.rows.text_rows import CsvRows, JsonlRows
 from engine.spec.tasks import load_tasks, shuffled
 

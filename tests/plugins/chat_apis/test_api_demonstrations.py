@@ -19,7 +19,7 @@ from engine.plugins.sft.demonstrations import Demonstrations
 from engine.plugins.sft.rendered_rows import rendered
 from engine.schemas.model import ModelSpec
 from engine.spec.load import load_spec
-from engine.spec.rows.sources import ListRows
+from engine.spec.rows.row import ListRows
 from engine.tokens.loading import load_format
 from engine.tokens.template import ChatTemplate
 from engine.train.metrics import read_metrics

@@ -20,7 +20,7 @@ PLUGIN = Plugin(
 """
 CODE = """
 from engine.schemas.tasks import SourceFacts
-from engine.spec.rows.sources import ListRows
+from engine.spec.rows.row import ListRows
 
 LETTERS = SourceFacts(keys=("with",), opens="letters_source:task_rows")
 

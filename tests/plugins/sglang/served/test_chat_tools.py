@@ -19,7 +19,7 @@ from written_specs import save_spec
 
 from engine.plugins.sft.rendered_rows import rendered
 from engine.schemas.model import ModelSpec
-from engine.spec.rows.sources import ListRows
+from engine.spec.rows.row import ListRows
 from engine.store import list_runs
 from engine.tokens.loading import load_format
 from engine.tokens.template import ChatTemplate
