@@ -23,7 +23,7 @@ from engine.schemas.tasks import TasksSpec
 from engine.spec.conversation import RowError, conversation_of, tools_of
 from engine.spec.rows.mix import TaskList, mixed_tasks
 from engine.spec.rows.row import Row, RowFault, Rows, find, plain
-from engine.spec.rows.row_sources import TASKS, fault, open_rows, row_files
+from engine.spec.rows.sources import TASKS, fault, open_rows, row_files
 from engine.spec.text.near import near_or_known
 from engine.storable import refusal, stored_fields
 

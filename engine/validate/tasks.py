@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from engine.errors import SpecError
 from engine.schemas.tasks import PLUGIN_KEYS, all_sources
 from engine.spec.load import LoadedSpec
-from engine.spec.rows.row_sources import row_files
+from engine.spec.rows.sources import row_files
 from engine.spec.tasks import rows_of, task_of
 from engine.spec.text.diagnostic import DataPath, Diagnostic
 from engine.validate.context import TASKS, CheckContext, each_source, for_each_source, nearest

@@ -13,7 +13,7 @@ from engine.plugins.harbor.folders import HarborError, UnsupportedTaskError, rea
 from engine.schemas.entry import AdapterFacts
 from engine.schemas.tasks import SourceFacts
 from engine.spec.rows.row import ListRows, Rows
-from engine.spec.rows.row_sources import TASKS, fault, task_file
+from engine.spec.rows.sources import TASKS, fault, task_file
 from engine.spec.text.diagnostic import Diagnostic, Origin
 from engine.spec.text.near import short
 
