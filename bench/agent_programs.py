@@ -25,7 +25,7 @@ import yaml
 
 from engine.backends.backend import Backend
 from engine.backends.registry import open_backend
-from engine.plugins.agents.connection import Admission, Connection
+from engine.plugins.agents.connection import Admission, ProgramConnection
 from engine.runner.runner import Runner
 from engine.schemas.generation import GenerateRequest, SamplingParams
 from engine.schemas.message import Message
@@ -112,7 +112,7 @@ async def plain_server(form: ChatTemplate, backend: Backend) -> asyncio.Server:
     admission = Admission()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        connection = Connection(reader, writer, admission, "bench")
+        connection = ProgramConnection(reader, writer, admission, "bench")
         while await connection.head() is not None:
             body = json.loads(await connection.body())
             messages = [Message(role=each["role"], content=each["content"]) for each in body["messages"]]

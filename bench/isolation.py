@@ -20,7 +20,7 @@ from engine.actions.calling.host import CodeOrigin
 from engine.actions.calling.workers import Workers
 from engine.environments.tools.calculator import calculate
 from engine.plugins.isolation.host import Isolation
-from engine.plugins.isolation.workers import Worker
+from engine.plugins.isolation.workers import CodeWorker
 from engine.schemas.entry import IsolationSpec
 
 USE = "engine.environments.tools.calculator:calculate"
@@ -57,7 +57,7 @@ async def main(isolation: Isolation, calls: int) -> None:
     print(f"a call in a worker    {process:8.0f} µs   {process / thread:.1f} times")
     started = []
     for _ in range(20):
-        worker = Worker(isolation._zygote, isolation.limits_of(PROCESS))
+        worker = CodeWorker(isolation._zygote, isolation.limits_of(PROCESS))
         began = time.perf_counter()
         await worker.start()
         await worker.request("describe", USE, ".", None, seconds=30)

@@ -47,7 +47,7 @@ def make(folder: Path, model: str, episodes: int, parts: int) -> None:
     """Run the episodes of one part, publish it, and copy it."""
     import yaml
 
-    from engine.plugins.drivers.places import Place
+    from engine.plugins.drivers.places import ShardPlace
     from engine.plugins.drivers.publisher import Publisher
     from engine.plugins.drivers.shards import Part, create_shards
     from engine.store.find import list_runs
@@ -88,7 +88,7 @@ def make(folder: Path, model: str, episodes: int, parts: int) -> None:
             number,
         )
     (folder / "shards" / "status.json").unlink()
-    assert len(Place(place).names()) == 3 * parts + 1
+    assert len(ShardPlace(place).names()) == 3 * parts + 1
 
 
 def copy(folder: Path, source: Any, target: Any, number: int) -> None:

@@ -244,7 +244,7 @@ def _run_seconds(spec: EpisodeSpec, one: Bound, episodes: int | None) -> Bound:
 OVER_BUDGET = "budget.exceeded"
 
 
-class BudgetError(EngineError):
+class InvalidBudgetError(EngineError):
     """A budget that is not valid."""
 
     kind = "budget_error"
@@ -255,20 +255,20 @@ def read_budget(given: Sequence[str]) -> dict[str, float]:
     """Read `["tokens=1e9", "seconds=3600"]`: the maximum by name.
 
     Raises:
-        BudgetError: a name does not exist, or a value is not a number.
+        InvalidBudgetError: a name does not exist, or a value is not a number.
     """
     budget: dict[str, float] = {}
     for item in given:
         name, _, value = item.partition("=")
         name = name.strip()
         if name not in COSTS:
-            raise BudgetError(f"there is no budget `{name}`; {near_or_known(name, list(COSTS), what='budgets')}")
+            raise InvalidBudgetError(f"there is no budget `{name}`; {near_or_known(name, list(COSTS), what='budgets')}")
         try:
             most = float(value.replace("_", ""))
         except ValueError:
             most = -1.0
         if not most >= 0:
-            raise BudgetError(f"`{item}` is not a valid budget; write `{name}=1e9`")
+            raise InvalidBudgetError(f"`{item}` is not a valid budget; write `{name}=1e9`")
         budget[name] = most
     return budget
 

@@ -200,7 +200,7 @@ def adapters(folder: Path) -> list[Record]:
     from slime_kit import Sample
 
     from engine.plugins.trainers.areal.rows import trajectory as areal
-    from engine.plugins.trainers.handover import Sums, one_row_each
+    from engine.plugins.trainers.handover import BatchSums, one_row_each
     from engine.plugins.trainers.rollouts import TrainerRollouts
     from engine.plugins.trainers.skyrl.rows import generator_output
     from engine.plugins.trainers.slime.rows import convert, samples_of
@@ -215,7 +215,7 @@ def adapters(folder: Path) -> list[Record]:
         rollouts.final_rows(batch), 1, samples, trainer="TRL", several="leave_out", leave_out=""
     )
     one_each = {"at": "one row each", "empty": empty, "left_out": left_out}
-    found: list[Record] = [one_each | {"sums": list(vars_of(Sums.of_rows(placed)))}]
+    found: list[Record] = [one_each | {"sums": list(vars_of(BatchSums.of_rows(placed)))}]
     for number, row in enumerate(placed):
         found.append({"at": f"one row each {number}"} | {name: getattr(row, name) for name in row.__struct_fields__})
     found.append({"at": "skyrl"} | generator_output(placed, {"reward/mean": 0.5}))
@@ -242,7 +242,7 @@ def adapters_images(folder: Path) -> list[Record]:
     from slime_kit import Sample
 
     from engine.plugins.trainers.areal.rows import trajectory as areal
-    from engine.plugins.trainers.handover import HandedRow, Sums
+    from engine.plugins.trainers.handover import BatchSums, HandedRow
     from engine.plugins.trainers.rollouts import TrainerRollouts
     from engine.plugins.trainers.skyrl.rows import generator_output
     from engine.plugins.trainers.slime.rows import convert, samples_of
@@ -255,7 +255,7 @@ def adapters_images(folder: Path) -> list[Record]:
     rows, pixels = [row for _, row in rollouts.final_rows(batch)], rollouts.pixels
     assert pixels is not None
     handed = list(map(HandedRow.of, rows))
-    sums = Sums.of_rows(handed, pixels)
+    sums = BatchSums.of_rows(handed, pixels)
     found: list[Record] = [{"at": "sums", "sums": [*vars_of(sums), sums.images]}]
     for number, row in enumerate(handed):
         ids = [*row.prompt_ids, *row.completion_ids]

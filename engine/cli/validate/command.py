@@ -108,11 +108,11 @@ def validate(
     """
     with collections_paused():
         from engine.cli.validate.examine import Options, examine_all
-        from engine.validate.worst_case import BudgetError, read_budget
+        from engine.validate.worst_case import InvalidBudgetError, read_budget
 
         try:
             most = read_budget(budget or ())
-        except BudgetError as error:
+        except InvalidBudgetError as error:
             raise typer.BadParameter(str(error), param_hint="--budget") from error
         from engine.validate.check import TrainerError, trainer_of
 

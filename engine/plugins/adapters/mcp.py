@@ -101,8 +101,8 @@ class McpServer:
         self._ping_seconds = ping_seconds
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name=f"mcp {use[:40]}", daemon=True)
-        self._connection: Connection | None = None
-        self._connecting: asyncio.Task[Connection] | None = None
+        self._connection: McpConnection | None = None
+        self._connecting: asyncio.Task[McpConnection] | None = None
         self._listed: list[dict[str, Any]] | None = None
 
     async def open(self) -> list[McpTool]:
@@ -154,7 +154,7 @@ class McpServer:
         """What work on this server's own loop gives."""
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_awaited(work), self._loop))
 
-    async def _connected(self) -> Connection:
+    async def _connected(self) -> McpConnection:
         """The connection; a new one where the last has ended or does not answer.
 
         All calls wait for one task, which goes on when the deadline of a call passes.
@@ -163,18 +163,18 @@ class McpServer:
             return self._connection
         return await asyncio.shield(self._check())
 
-    def _check(self) -> asyncio.Task[Connection]:
+    def _check(self) -> asyncio.Task[McpConnection]:
         """Ping the server or start it again, where nothing does so already."""
         if self._connecting is None or self._connecting.done():
             self._connecting = asyncio.ensure_future(self._connect())
             self._connecting.add_done_callback(lambda task: task.cancelled() or task.exception())
         return self._connecting
 
-    async def _connect(self) -> Connection:
+    async def _connect(self) -> McpConnection:
         if self._connection is not None and await self._connection.alive(self._ping_seconds):
             return self._connection
         await self._end()
-        connection = self._connection = Connection(self._transport)
+        connection = self._connection = McpConnection(self._transport)
         try:
             listed = await asyncio.wait_for(asyncio.shield(connection.ready), self._start_seconds)
         except Exception as error:
@@ -298,7 +298,7 @@ async def _awaited(work: Awaitable[T]) -> T:
     return await work
 
 
-class Connection:
+class McpConnection:
     """A session and the task that holds it open. The library wants both opened and closed by the same task."""
 
     def __init__(self, transport: Any) -> None:

@@ -44,7 +44,7 @@ _ANSWERABLE = (h11.IDLE, h11.SEND_RESPONSE)
 _READ_WHOLE = (h11.DONE, h11.MIGHT_SWITCH_PROTOCOL)  # type: ignore[attr-defined]  # h11 does not list the second one
 
 
-class Head(Struct, frozen=True, kw_only=True):
+class RequestHead(Struct, frozen=True, kw_only=True):
     """A request without its body."""
 
     method: str
@@ -60,7 +60,7 @@ class Head(Struct, frozen=True, kw_only=True):
         return key.strip() if kind.lower() == "bearer" else self.headers.get("x-api-key", "")
 
 
-class Connection:
+class ProgramConnection:
     """One connection.
 
     An answer counts as received when its last byte was sent to a program that had not closed the connection, and the
@@ -79,7 +79,7 @@ class Connection:
     ) -> None:
         self._reader, self._writer, self.admission, self.peer = reader, writer, admission, peer
         self._http = h11.Connection(h11.SERVER, max_incomplete_event_size=_READ)
-        self._head: Head | None = None
+        self._head: RequestHead | None = None
         self._reading: asyncio.Task[bytes] | None = None
         """A read that began while an answer was awaited."""
         self._unsent = bytearray()
@@ -96,7 +96,7 @@ class Connection:
 
     # --- requests -----------------------------------------------------------------------------------------
 
-    async def head(self) -> Head | None:
+    async def head(self) -> RequestHead | None:
         """Wait for the next request; None if the program has closed the connection.
 
         Raises:
@@ -128,7 +128,7 @@ class Connection:
             raise ApiError("this server speaks HTTP/1.1", status=505, code="bad_http")
         if "content-length" in headers and "transfer-encoding" in headers:
             raise ApiError("a request has `Content-Length` or `Transfer-Encoding`, not both", code="bad_http")
-        self._head = Head(method=head.method.decode(), path=path, headers=headers)
+        self._head = RequestHead(method=head.method.decode(), path=path, headers=headers)
         return self._head
 
     async def body(self, most: int = MAX_BODY) -> bytes:
@@ -293,14 +293,14 @@ class Admission:
     """
 
     def __init__(self) -> None:
-        self._peers: dict[str, dict[Connection, None]] = {}
+        self._peers: dict[str, dict[ProgramConnection, None]] = {}
         """The connections without a known key, by peer, oldest first."""
-        self._keys: dict[str, dict[Connection, None]] = {}
+        self._keys: dict[str, dict[ProgramConnection, None]] = {}
         """The others, by key."""
         self._timer: asyncio.TimerHandle | None = None
         self._most = raise_descriptors() // 2
 
-    def add(self, connection: Connection) -> None:
+    def add(self, connection: ProgramConnection) -> None:
         """Take a new connection."""
         if len(self._peers.get(connection.peer, ())) >= MAX_OF_PEER:
             self._close_oldest(self._peers[connection.peer])
@@ -313,7 +313,7 @@ class Admission:
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(1.0, self.tick)
 
-    def remove(self, connection: Connection) -> None:
+    def remove(self, connection: ProgramConnection) -> None:
         """Forget a connection; a second call does nothing."""
         groups, name = (self._peers, connection.peer) if connection.key is None else (self._keys, connection.key)
         group = groups.get(name, {})
@@ -321,7 +321,7 @@ class Admission:
         if not group:
             groups.pop(name, None)
 
-    def claim(self, connection: Connection, key: str) -> None:
+    def claim(self, connection: ProgramConnection, key: str) -> None:
         """Note that a request with a known key has begun.
 
         Raises:
@@ -344,7 +344,7 @@ class Admission:
             connection.key, connection.patience = None, BODY_SECONDS
             self._peers.setdefault(connection.peer, {})[connection] = None
 
-    def hold(self, connection: Connection, count: int) -> None:
+    def hold(self, connection: ProgramConnection, count: int) -> None:
         """Note bytes of a connection's request, which count until its answer.
 
         Raises:
@@ -381,7 +381,7 @@ class Admission:
             self._timer.cancel()
             self._timer = None
 
-    def _close_oldest(self, group: Iterable[Connection]) -> bool:
+    def _close_oldest(self, group: Iterable[ProgramConnection]) -> bool:
         """Close the oldest connection of a group that waits for a request, or has no known key; False if there is
         none."""
         oldest = next((connection for connection in group if connection.waits or connection.key is None), None)

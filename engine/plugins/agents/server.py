@@ -25,7 +25,7 @@ import structlog
 
 from engine.logs import Seldom
 from engine.plugins.agents import rewards
-from engine.plugins.agents.connection import MAX_BODY, Admission, Connection, Head, read_json
+from engine.plugins.agents.connection import MAX_BODY, Admission, ProgramConnection, RequestHead, read_json
 from engine.plugins.agents.wire.chat import ChatCompletions
 from engine.plugins.agents.wire.messages import Messages
 from engine.plugins.agents.wire.requests import ApiError, ModelApi, ModelRequest, Session
@@ -61,7 +61,7 @@ MODELS_PATH = "/v1/models"
 class Router(Protocol):
     """The routes of a service on the same port, such as `engine.plugins.serve.http.JsonService`."""
 
-    async def answer(self, head: Head, connection: Connection) -> bool:
+    async def answer(self, head: RequestHead, connection: ProgramConnection) -> bool:
         """Answer a request; False: it has no such route, and has read and sent nothing.
 
         Raises:
@@ -215,7 +215,9 @@ class AgentServer:
         except (OSError, asyncio.CancelledError):
             accepted.close()
             return
-        connection = Connection(reader, asyncio.StreamWriter(transport, protocol, reader, loop), self.admission, peer)
+        connection = ProgramConnection(
+            reader, asyncio.StreamWriter(transport, protocol, reader, loop), self.admission, peer
+        )
         self.admission.add(connection)
         try:
             await _Service(self._inboxes, self._ended, self._router, connection).run()
@@ -246,7 +248,7 @@ class _Service:
         inboxes: Mapping[str, Inbox],
         ended: Mapping[str, None],
         router: Router | None,
-        connection: Connection,
+        connection: ProgramConnection,
     ) -> None:
         self._inboxes, self._ended, self._router = inboxes, ended, router
         self._connection = connection
@@ -258,7 +260,7 @@ class _Service:
     async def run(self) -> None:
         """Answer requests until the connection ends."""
         while True:
-            head: Head | None = None
+            head: RequestHead | None = None
             try:
                 head = await self._connection.head()
                 if head is None:
@@ -277,7 +279,7 @@ class _Service:
                 log.warning("a request failed with an error of the engine", exc_info=True)
                 await self._error(ApiError(words_of(error), status=500, code="engine_error"))
 
-    async def _answer(self, head: Head) -> None:
+    async def _answer(self, head: RequestHead) -> None:
         connection, method, path, headers = self._connection, head.method, head.path, head.headers
         if self._router is not None and await self._router.answer(head, connection):
             return
@@ -309,7 +311,7 @@ class _Service:
         else:
             await self._reply(inbox, head, await connection.body(MAX_BODY))
 
-    async def _reply(self, inbox: Inbox, head: Head, body: bytes) -> None:
+    async def _reply(self, inbox: Inbox, head: RequestHead, body: bytes) -> None:
         api, session = self._api, inbox.session
         asked = api.read(_json(body), session)
         exchange = inbox.ask(asked, head.path, body, head.headers)

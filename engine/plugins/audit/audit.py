@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 
 from engine.errors import AuditError
-from engine.plugins.audit.examine import Evidence, Examined, Sampled, TemplateMarks
+from engine.plugins.audit.examine import Evidence, ExaminedRow, SamplerRecord, TemplateMarks
 from engine.plugins.audit.files import find_files, open_document
-from engine.plugins.audit.findings import Report
+from engine.plugins.audit.findings import AuditReport
 from engine.plugins.audit.frameworks import FRAMEWORKS
 from engine.plugins.audit.rows import MAX_ROWS, Columns, ForeignRow, Vector, ids_of
 from engine.plugins.audit.rules import RULES
@@ -67,7 +67,7 @@ def audit(
     *,
     sampled: Sequence[Vector] | None = None,
     stops: Sequence[str] = (),
-) -> tuple[Report, list[Examined]]:
+) -> tuple[AuditReport, list[ExaminedRow]]:
     """Apply all rules.
 
     Args:
@@ -90,9 +90,9 @@ def audit(
                 f"{template.vocab_size}): give the model that sampled these rows"
             )
     marks = TemplateMarks(template)
-    examined = [Examined(index, row, marks) for index, row in enumerate(rows)]
-    known = Evidence(None if sampled is None else Sampled(sampled, marks), tuple(stops))
-    report = Report(framework=framework, rows=len(rows))
+    examined = [ExaminedRow(index, row, marks) for index, row in enumerate(rows)]
+    known = Evidence(None if sampled is None else SamplerRecord(sampled, marks), tuple(stops))
+    report = AuditReport(framework=framework, rows=len(rows))
     for rule in RULES:
         reasons = [(row, rule.lacks(row)) for row in examined]
         judged = [row for row, reason in reasons if reason is None]
@@ -106,7 +106,7 @@ def audit(
     return report, examined
 
 
-def _count(report: Report, row: Examined) -> None:
+def _count(report: AuditReport, row: ExaminedRow) -> None:
     """Add a row's tokens and replies to the report."""
     if not row.foreign.has_ids:
         return

@@ -14,7 +14,7 @@ from engine.terminal import echo_json
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from engine.plugins.audit.findings import Report
+    from engine.plugins.audit.findings import AuditReport
     from engine.schemas.model import ModelSpec
 
 _SHOWN = 5
@@ -113,7 +113,7 @@ def _model(path: str, chat_template: str | None, template_kwargs: str | None) ->
         wrong_usage(f"--model: {error}")
 
 
-def _print(report: Report, folder: Path | None, *, everything: bool) -> None:
+def _print(report: AuditReport, folder: Path | None, *, everything: bool) -> None:
     from engine.cli.console import make_console
 
     console = make_console(soft_wrap=True)
@@ -139,7 +139,7 @@ def _print(report: Report, folder: Path | None, *, everything: bool) -> None:
 _STYLES = {"error": "red", "warning": "yellow", "info": "dim"}
 
 
-def _summary(report: Report, console: Console) -> None:
+def _summary(report: AuditReport, console: Console) -> None:
     from engine.plugins.audit.rules import RULES
 
     console.print(f"{report.rows} rows of {report.framework}: {report.tokens:,} tokens, {report.trained:,} trained")

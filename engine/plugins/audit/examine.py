@@ -189,7 +189,7 @@ class TemplateMarks:
         return None
 
 
-class Reply(NamedTuple):
+class ForeignReply(NamedTuple):
     """A part of a trained run that one sampling made; tokens are counted in the response."""
 
     start: int
@@ -202,7 +202,7 @@ class Reply(NamedTuple):
     """Its tokens."""
 
 
-class Sampled:
+class SamplerRecord:
     """The sampler's own record: the ids of each reply.
 
     Args:
@@ -233,13 +233,13 @@ class Sampled:
 class Evidence:
     """What rules know besides the rows."""
 
-    sampled: Sampled | None = None
+    sampled: SamplerRecord | None = None
     """The sampler's own record."""
     stops: tuple[str, ...] = ()
     """Texts that ended replies."""
 
 
-class Examined:
+class ExaminedRow:
     """One row, with what rules need of it. Everything is computed when it is asked for first.
 
     Args:
@@ -274,7 +274,7 @@ class Examined:
         return runs_of(self.foreign.mask)
 
     @cached_property
-    def replies(self) -> list[Reply]:
+    def replies(self) -> list[ForeignReply]:
         """The replies in the trained runs. After a stop token, a reply begins only behind a generation prompt."""
         replies = []
         response, generation = self.response.tolist(), self.marks.generation
@@ -286,7 +286,7 @@ class Examined:
                     (place for place in range(at, end) if response[place] in self.marks.template.stop_set), None
                 )
                 until = end if stop is None else stop + 1
-                replies.append(Reply(at, until, end, stop is not None, tuple(response[at:until])))
+                replies.append(ForeignReply(at, until, end, stop is not None, tuple(response[at:until])))
                 openings = range(until, end - size + 1) if stop is not None and size else ()
                 at = next((place + size for place in openings if response[place : place + size] == generation), None)
         return replies

@@ -22,7 +22,7 @@ ENDINGS = (".jsonl", ".json", ".parquet", ".pt", ".pth", ".bin", ".pkl", ".pickl
 """Endings of the files that are read in a folder."""
 
 
-class Document(NamedTuple):
+class ForeignDocument(NamedTuple):
     """A file's content."""
 
     path: Path
@@ -51,7 +51,7 @@ def find_files(paths: Sequence[Path]) -> Iterator[Path]:
         )
 
 
-def open_document(path: Path) -> Document:
+def open_document(path: Path) -> ForeignDocument:
     """Read a file. Its form is found by its first bytes; the ending `.jsonl` says that a single object is one row.
 
     Raises:
@@ -72,19 +72,19 @@ def open_document(path: Path) -> Document:
         raise AuditError(f"{path}: {error}") from error
 
 
-def _document(path: Path, data: bytes) -> Document:
+def _document(path: Path, data: bytes) -> ForeignDocument:
     if data[:4] == b"PAR1":
-        return Document(path, _parquet(data), lines=True)
+        return ForeignDocument(path, _parquet(data), lines=True)
     if data[:4] == b"PK\x03\x04":
-        return Document(path, read_torch(data), lines=False)
+        return ForeignDocument(path, read_torch(data), lines=False)
     if data[:1] == b"\x80":
-        return Document(path, plain(read_pickle(data)), lines=False)
+        return ForeignDocument(path, plain(read_pickle(data)), lines=False)
     if data[8:9] == b"{" and int.from_bytes(data[:8], "little") < len(data):
-        return Document(path, _safetensors(data), lines=False)
+        return ForeignDocument(path, _safetensors(data), lines=False)
     return _json(path, data)
 
 
-def _json(path: Path, data: bytes) -> Document:
+def _json(path: Path, data: bytes) -> ForeignDocument:
     if data.lstrip()[:1] not in (b"{", b"["):
         raise AuditError(
             "the file is none of JSON, JSON lines, Parquet, safetensors, a pickle (protocol 2 or later) and a file of "
@@ -93,7 +93,7 @@ def _json(path: Path, data: bytes) -> Document:
     try:
         value = from_json(data)
         one_row = path.suffix == ".jsonl" and isinstance(value, dict)
-        return Document(path, [value] if one_row else value, lines=one_row)
+        return ForeignDocument(path, [value] if one_row else value, lines=one_row)
     except ValueError as whole:
         rows = []
         for number, line in enumerate(data.splitlines(), 1):
@@ -104,7 +104,7 @@ def _json(path: Path, data: bytes) -> Document:
             except ValueError as error:
                 why = f"line {number} is not JSON ({error})" if rows else f"not JSON ({whole})"
                 raise AuditError(why) from error
-        return Document(path, rows, lines=True)
+        return ForeignDocument(path, rows, lines=True)
 
 
 def _parquet(data: bytes) -> list[dict[str, Any]]:

@@ -32,7 +32,7 @@ class RowFinding(Struct, frozen=True, kw_only=True):
 
 
 @dataclass(slots=True)
-class Report:
+class AuditReport:
     """The result of an audit."""
 
     framework: str

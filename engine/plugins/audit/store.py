@@ -29,8 +29,8 @@ import yaml
 
 from engine.actions.calling.workers import Workers
 from engine.episode.compiled import CompiledSpec, compile_spec
-from engine.plugins.audit.examine import Examined
-from engine.plugins.audit.findings import Report
+from engine.plugins.audit.examine import ExaminedRow
+from engine.plugins.audit.findings import AuditReport
 from engine.plugins.audit.pickles import Inert
 from engine.plugins.audit.rows import ForeignRow, Vector
 from engine.schemas.environment import Reset, Step, Task
@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 _EMPTY = np.empty(0, np.int32)
 
 
-def records_of(row: Examined, rules: list[str]) -> deque[Record]:
+def records_of(row: ExaminedRow, rules: list[str]) -> deque[Record]:
     """The journal's records of a row, in order: the prompt, then each reply with the step that answers it, then the
     rewards.
 
@@ -95,7 +95,7 @@ def records_of(row: Examined, rules: list[str]) -> deque[Record]:
     return records
 
 
-def _generation(row: Examined, start: int, end: int, last: bool) -> Generation:
+def _generation(row: ExaminedRow, start: int, end: int, last: bool) -> Generation:
     foreign = row.foreign
     ids = row.response[start:end]
     logprobs = (
@@ -131,7 +131,7 @@ def _spans(versions: Vector) -> list[VersionSpan]:
     return spans
 
 
-def _answer(row: Examined, end: int, until: int) -> list[Message]:
+def _answer(row: ExaminedRow, end: int, until: int) -> list[Message]:
     """What was said between two trained runs; text without the template's form is one message of a user."""
     closing = row.marks.closing
     after = end - len(closing) if closing and row.response[:end][-len(closing) :].tolist() == closing else end
@@ -146,7 +146,7 @@ def _answer(row: Examined, end: int, until: int) -> list[Message]:
     return messages
 
 
-def _rewards(row: Examined) -> list[RewardEvent]:
+def _rewards(row: ExaminedRow) -> list[RewardEvent]:
     """The row's rewards by turn. A reward on a token belongs to the newest turn that has begun there."""
     foreign = row.foreign
     turns = len(row.runs) if foreign.has_ids else 1
@@ -209,7 +209,7 @@ def _plain(value: Any, depth: int) -> Any:
 # --- the trajectory -------------------------------------------------------------------------------------
 
 
-def branch_of(row: Examined) -> Branch:
+def branch_of(row: ExaminedRow) -> Branch:
     """The row as a branch: its ids, loss mask, log-probs and versions as they are."""
     foreign, size = row.foreign, len(row.ids)
     spans = [Span(kind="prompt", start=0, end=row.start)] if row.start else []
@@ -243,7 +243,7 @@ def branch_of(row: Examined) -> Branch:
     )
 
 
-def with_own_tokens(trajectory: Trajectory, row: Examined) -> Trajectory:
+def with_own_tokens(trajectory: Trajectory, row: ExaminedRow) -> Trajectory:
     """A trajectory with the row's own tokens. It is trainable only if ids and log-probs are known and the row is not
     left out."""
     foreign = row.foreign
@@ -308,7 +308,7 @@ def spec_text(framework: str, model: ModelSpec, rows: int) -> str:
 
 
 async def store_rows(
-    rows: Sequence[Examined], report: Report, model: ModelSpec, template: ChatTemplate, out: Path
+    rows: Sequence[ExaminedRow], report: AuditReport, model: ModelSpec, template: ChatTemplate, out: Path
 ) -> RunStore:
     """Write rows into a new run.
 
@@ -346,7 +346,7 @@ async def store_rows(
             compiled = compile_spec(loaded, template, workers)
             slots = asyncio.Semaphore(_AT_ONCE)
 
-            async def write(row: Examined, task: Task, sample: int) -> None:
+            async def write(row: ExaminedRow, task: Task, sample: int) -> None:
                 async with slots:
                     await _write(store, compiled, row, task, sample, rules[row.index])
 
@@ -360,7 +360,7 @@ async def store_rows(
         workers.close()
 
 
-def _tasks(rows: Sequence[Examined]) -> list[Task]:
+def _tasks(rows: Sequence[ExaminedRow]) -> list[Task]:
     """The task of each row: its group, or the row alone."""
     found: dict[str, Task] = {}
     tasks = []
@@ -379,7 +379,7 @@ def _tasks(rows: Sequence[Examined]) -> list[Task]:
 async def _write(
     store: RunStore,
     compiled: CompiledSpec,
-    row: Examined,
+    row: ExaminedRow,
     task: Task,
     sample: int,
     rules: list[str],

@@ -18,7 +18,7 @@ import msgspec
 
 from engine.backends.http.reply import HttpReply, refusal
 from engine.errors import BackendError
-from engine.plugins.chat_apis.backend import Answer, ApiBackend, UnusableReplyError
+from engine.plugins.chat_apis.backend import ApiAnswer, ApiBackend, UnusableReplyError
 from engine.plugins.chat_apis.budget import Usage
 from engine.plugins.chat_apis.spec import AnthropicBackendSpec
 from engine.schemas.generation import FinishReason, GenerateRequest, SamplingParams
@@ -120,7 +120,7 @@ class AnthropicBackend(ApiBackend):
             _mark(body, {"type": "ephemeral"} | ({} if self._spec.cache == "5m" else {"ttl": self._spec.cache}))
         return body
 
-    def read(self, body: bytes) -> Answer:
+    def read(self, body: bytes) -> ApiAnswer:
         """See `ApiBackend.read`.
 
         Raises:
@@ -157,7 +157,7 @@ class AnthropicBackend(ApiBackend):
             cached, written = counted.cache_read_input_tokens or 0, counted.cache_creation_input_tokens or 0
             prompt = counted.input_tokens + cached + written
             usage = Usage(prompt=prompt, cached=cached, cache_write=written, output=counted.output_tokens)
-        return Answer(
+        return ApiAnswer(
             text="".join(texts),
             finish=finish,
             usage=usage,

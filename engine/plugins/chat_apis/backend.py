@@ -51,7 +51,7 @@ _NO_IDS = np.zeros(0, dtype=np.int32)
 _NO_LOGPROBS = np.zeros(0, dtype=np.float32)
 
 
-class Answer(msgspec.Struct, frozen=True):
+class ApiAnswer(msgspec.Struct, frozen=True):
     """What an API replied."""
 
     text: str
@@ -129,7 +129,7 @@ class ApiBackend(Backend):
         """
 
     @abstractmethod
-    def read(self, body: bytes) -> Answer:
+    def read(self, body: bytes) -> ApiAnswer:
         """Read a reply with status 200.
 
         Raises:
@@ -243,7 +243,7 @@ class ApiBackend(Backend):
         paced = {"paced_seconds": round(self._pace.waited, 3)}
         return {name: self._counts[name] for name in names} | cost | paced | self.outage.stats()
 
-    async def _answer(self, request: GenerateRequest, messages: list[Message]) -> Answer:
+    async def _answer(self, request: GenerateRequest, messages: list[Message]) -> ApiAnswer:
         """The reply, after failed attempts were repeated. An attempt that the endpoint did not work on is not
         counted."""
         tries = Tries(self._spec.retries, self.outage)
@@ -273,7 +273,7 @@ class ApiBackend(Backend):
                 return answer
             await asyncio.sleep(tries.pause)
 
-    async def _attempt(self, request: GenerateRequest, messages: list[Message]) -> Answer:
+    async def _attempt(self, request: GenerateRequest, messages: list[Message]) -> ApiAnswer:
         self._counts["attempts"] += 1
         try:
             body = msgspec.json.encode(self.body(request, messages))

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from engine.backends.http.reply import HttpReply
-from engine.plugins.chat_apis.backend import Answer, ApiBackend, UnusableReplyError
+from engine.plugins.chat_apis.backend import ApiAnswer, ApiBackend, UnusableReplyError
 from engine.plugins.chat_apis.budget import Usage
 from engine.plugins.chat_apis.spec import OpenAIBackendSpec
 from engine.schemas.generation import FinishReason, GenerateRequest, SamplingParams
@@ -82,14 +82,14 @@ class OpenAIBackend(ApiBackend):
             return True
         return False
 
-    def read(self, body: bytes) -> Answer:
+    def read(self, body: bytes) -> ApiAnswer:
         """See `ApiBackend.read`."""
         completion = _decoder.decode(body)
         if not completion.choices:
             raise UnusableReplyError("it has no choices")
         choice = completion.choices[0]
         message = choice.message
-        return Answer(
+        return ApiAnswer(
             text=message.content or "",
             finish=_finish(choice),
             usage=None if completion.usage is None else _usage(completion.usage),

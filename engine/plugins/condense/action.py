@@ -16,7 +16,15 @@ from engine.actions.record_filters import in_memory
 from engine.actions.spec_code import SpecCodeAction
 from engine.episode.episode import Episode, derive_seed
 from engine.errors import SpecCodeError
-from engine.plugins.condense.chunks import Chunk, block_text, chunks_of, history_of, history_text, keywords, replaced
+from engine.plugins.condense.chunks import (
+    ConversationChunk,
+    block_text,
+    chunks_of,
+    history_of,
+    history_text,
+    keywords,
+    replaced,
+)
 from engine.plugins.condense.record import Block, CondenseRecord
 from engine.plugins.condense.room import older_images, slid
 from engine.plugins.condense.spec import (
@@ -111,10 +119,10 @@ class CondenseAction(SpecCodeAction):
         condenser = self._spec.condenser
         # Maximum number of tokens of what stands for a chunk.
         budget = self._count(condenser.text) if isinstance(condenser, DropSpec) else condenser.tokens
-        done: dict[Chunk, str] = {}
+        done: dict[ConversationChunk, str] = {}
         sampled = 0
         while waiting and over > 0:
-            batch: list[Chunk] = []
+            batch: list[ConversationChunk] = []
             expected = 0
             while waiting and expected < over:
                 chunk = waiting.pop(0)
@@ -136,9 +144,9 @@ class CondenseAction(SpecCodeAction):
             over = conversation.measure(self._rebuilt(episode, done)[0]) - target
         return *self._rebuilt(episode, done), sampled
 
-    def _rebuilt(self, episode: Episode, done: dict[Chunk, str]) -> tuple[list[Message], list[Block]]:
+    def _rebuilt(self, episode: Episode, done: dict[ConversationChunk, str]) -> tuple[list[Message], list[Block]]:
         blocks: list[Block] = []
-        by_place: dict[int, list[tuple[Chunk, str]]] = {}
+        by_place: dict[int, list[tuple[ConversationChunk, str]]] = {}
         for chunk in sorted(done, key=lambda chunk: (chunk.place, chunk.part, chunk.start)):
             number = len(episode.blocks) + len(blocks) + 1
             blocks.append(Block(number=number, text=done[chunk], original=chunk.text))

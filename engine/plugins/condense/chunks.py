@@ -31,7 +31,7 @@ _MOST = 200
 """Maximum number of keywords that are ranked."""
 
 
-class Chunk(NamedTuple):
+class ConversationChunk(NamedTuple):
     """A part of a thread that may be condensed."""
 
     place: int
@@ -51,7 +51,7 @@ def block_text(number: int, text: str) -> str:
     return f"<block_{number}>\n{text}\n</block_{number}>"
 
 
-def chunks_of(spec: CondenseSpec, thread: Sequence[Message], opening: int, count: Count) -> list[Chunk]:
+def chunks_of(spec: CondenseSpec, thread: Sequence[Message], opening: int, count: Count) -> list[ConversationChunk]:
     """The chunks of a thread, oldest first.
 
     Args:
@@ -65,14 +65,14 @@ def chunks_of(spec: CondenseSpec, thread: Sequence[Message], opening: int, count
     """
     first = 0 if spec.opening else opening
     cut = _cutter(spec, count)
-    chunks: list[Chunk] = []
+    chunks: list[ConversationChunk] = []
     for place in range(first, max(first, len(thread) - spec.keep_last)):
         message = thread[place]
         if message.role not in spec.roles:
             continue
         if spec.condenser.kind == "drop" and spec.chunks.by == "message":
             if not _BLOCK.fullmatch(message.text) and (message.text or message.images):
-                chunks.append(Chunk(place, -1, 0, 0, message.text, count(message.text)))
+                chunks.append(ConversationChunk(place, -1, 0, 0, message.text, count(message.text)))
             continue
         content = message.content
         texts = [content] if isinstance(content, str) else [item.text for item in content if isinstance(item, TextPart)]
@@ -81,7 +81,7 @@ def chunks_of(spec: CondenseSpec, thread: Sequence[Message], opening: int, count
                 for low, high in cut(text[start:end]):
                     words = text[start + low : start + high]
                     if words.strip():
-                        chunks.append(Chunk(place, part, start + low, start + high, words, count(words)))
+                        chunks.append(ConversationChunk(place, part, start + low, start + high, words, count(words)))
     return chunks
 
 
@@ -102,7 +102,7 @@ def history_text(messages: Sequence[Message]) -> str:
     return "\n\n".join(lines)
 
 
-def replaced(message: Message, texts: Sequence[tuple[Chunk, str]]) -> Message:
+def replaced(message: Message, texts: Sequence[tuple[ConversationChunk, str]]) -> Message:
     """A message with other texts in the place of its chunks.
 
     Args:
@@ -111,7 +111,7 @@ def replaced(message: Message, texts: Sequence[tuple[Chunk, str]]) -> Message:
     """
     if texts[0][0].part < 0:
         return replace(message, content=texts[0][1])
-    by_part: dict[int, list[tuple[Chunk, str]]] = {}
+    by_part: dict[int, list[tuple[ConversationChunk, str]]] = {}
     for chunk, text in texts:
         by_part.setdefault(chunk.part, []).append((chunk, text))
     if isinstance(message.content, str):
@@ -127,7 +127,7 @@ def replaced(message: Message, texts: Sequence[tuple[Chunk, str]]) -> Message:
     return replace(message, content=parts)
 
 
-def _spliced(text: str, texts: Sequence[tuple[Chunk, str]]) -> str:
+def _spliced(text: str, texts: Sequence[tuple[ConversationChunk, str]]) -> str:
     pieces, at = [], 0
     for chunk, new in texts:
         pieces += [text[at : chunk.start], new]

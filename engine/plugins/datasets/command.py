@@ -14,7 +14,7 @@ from engine.cli.export import ExportFormat
 from engine.terminal import echo
 
 if TYPE_CHECKING:
-    from engine.plugins.datasets.sft_rows import Selection
+    from engine.plugins.datasets.sft_rows import ExportedTurns
     from engine.store.reader import RunReader
 
 
@@ -82,12 +82,12 @@ def _problem(form: str, contents: list[str], options: Mapping[str, Any]) -> str 
     return next((message for holds, message in rows if holds), None)
 
 
-def _selection(store: RunReader, options: Mapping[str, Any]) -> Selection:
+def _selection(store: RunReader, options: Mapping[str, Any]) -> ExportedTurns:
     """What `--filter` and `--turns` choose."""
-    from engine.plugins.datasets.sft_rows import Selection
+    from engine.plugins.datasets.sft_rows import ExportedTurns
     from engine.store.episode_filter import TURN_VARIABLES, EpisodeFilter
 
-    selection = Selection()
+    selection = ExportedTurns()
     if options["--filter"] is not None:
         selection.episode = EpisodeFilter(store, options["--filter"])
     if options.get("--turns") is not None:

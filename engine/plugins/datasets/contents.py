@@ -20,7 +20,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import RenderError, StoreError
-from engine.plugins.datasets.sft_rows import Selection
+from engine.plugins.datasets.sft_rows import ExportedTurns
 from engine.plugins.datasets.tables import Kind, Table, identity
 from engine.spec.rows.row import find
 from engine.store.rows.columns import json_text
@@ -163,7 +163,7 @@ class ExportedRun:
 
     store: RunReader
     template: ChatTemplate
-    selection: Selection
+    selection: ExportedTurns
     score: str | None = None
     """Label of a score whose rewards are used."""
     ground_truth: str | None = None

@@ -117,7 +117,7 @@ def _all(*_: Any) -> bool:
 
 
 @dataclass
-class Selection:
+class ExportedTurns:
     """Which episodes and turns are exported, and what was left out."""
 
     episode: Callable[[Trajectory], bool] = _all
@@ -145,7 +145,7 @@ class Selection:
         return [f"left out: {count} {reason}" for reason, count in sorted(self.left_out.items()) if count]
 
 
-def sft_rows(store: RunReader, chosen: Selection, *, score: str | None = None) -> Iterator[SftRow]:
+def sft_rows(store: RunReader, chosen: ExportedTurns, *, score: str | None = None) -> Iterator[SftRow]:
     """Yield the rows of the chosen episodes, in the order of tasks, samples and branches.
 
     Args:

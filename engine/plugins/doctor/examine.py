@@ -15,7 +15,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from engine.plugins.doctor.facts import Machine, SGLangInstall, last_line, release, sglang_of
+from engine.plugins.doctor.facts import MachineFacts, SGLangInstall, last_line, release, sglang_of
 from engine.validate.train import FLOAT32_ON_GPU
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class CheckResult(NamedTuple):
 class Examined:
     """What is examined."""
 
-    machine: Machine
+    machine: MachineFacts
     loaded: LoadedSpec | None = None
     sglang: SGLangInstall | None = None
     """SGLang in the environment that servers are started in; None: nothing starts servers."""
@@ -80,7 +80,7 @@ def examine(loaded: LoadedSpec | None) -> list[CheckResult]:
     if loaded is None or (served and launch is not None):
         python = launch.python or sys.executable if launch is not None else sys.executable
         sglang = sglang_of(python, launch.env if launch is not None else {}, flags=launch is not None)
-    machine = Machine.here(["transformers", "peft", "sglang", "nvidia-cudnn-cu12"])
+    machine = MachineFacts.here(["transformers", "peft", "sglang", "nvidia-cudnn-cu12"])
     return check(Examined(machine, loaded, sglang, None if loaded is None else _model_bytes(loaded)))
 
 

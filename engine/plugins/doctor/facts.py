@@ -46,7 +46,7 @@ class SGLangInstall:
 
 
 @dataclass(frozen=True)
-class Machine:
+class MachineFacts:
     """Facts about this machine."""
 
     system: str = "Linux"
@@ -73,7 +73,7 @@ class Machine:
     """Installed version by name of a package."""
 
     @classmethod
-    def here(cls, packages: list[str]) -> Machine:
+    def here(cls, packages: list[str]) -> MachineFacts:
         """Find the facts of this machine. Imports torch."""
         import torch
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import EngineError, StoreError
-from engine.plugins.drivers.leases import FILE, Answer, Lease, Leases
+from engine.plugins.drivers.leases import FILE, Lease, LeaseAnswer, Leases
 from engine.plugins.drivers.session import Done, Report, Setup, machine_id, prepare_process, run_driver
 
 PAUSE = 0.1
@@ -60,7 +60,7 @@ class Coordinator:
 
     async def call(
         self, slot: int, number: int, wanted: int, done: Sequence[int], faulty: Sequence[int], report: Report
-    ) -> tuple[Answer, bool, str | None]:
+    ) -> tuple[LeaseAnswer, bool, str | None]:
         """Take a driver's report, and lease groups to it. See `Leases.call`.
 
         Returns:

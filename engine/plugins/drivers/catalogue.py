@@ -24,7 +24,7 @@ from urllib.parse import quote
 import filelock
 
 from engine.errors import StoreError
-from engine.plugins.drivers.places import Place
+from engine.plugins.drivers.places import ShardPlace
 from engine.plugins.drivers.shards import SUMMARY, Part, list_parts, read_summaries
 from engine.store import codec, database
 from engine.store.header import RunHeader
@@ -77,7 +77,7 @@ class Catalogue:
         StoreError: it cannot be written.
     """
 
-    def __init__(self, folder: Path, header: RunHeader, place: Place) -> None:
+    def __init__(self, folder: Path, header: RunHeader, place: ShardPlace) -> None:
         self.path = folder / database.FILE
         self._header = header
         self._place = place

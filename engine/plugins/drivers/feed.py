@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING
 
-from engine.plugins.drivers.leases import EPOCH_ATTEMPTS, Answer, Lease
+from engine.plugins.drivers.leases import EPOCH_ATTEMPTS, Lease, LeaseAnswer
 from engine.runner.source import EpisodeSource
 from engine.store.episode_rows import episode_id_of
 
@@ -31,7 +31,7 @@ PUBLISH_SECONDS = 15.0
 PUBLISH_GROUPS = 256
 """Number of groups that are published at once, at most."""
 
-Call = Callable[[int, int, Sequence[int], Sequence[int]], Awaitable[Answer]]
+Call = Callable[[int, int, Sequence[int], Sequence[int]], Awaitable[LeaseAnswer]]
 """Called with the call's number, the number of groups that there is room for, and the groups that are done and
 faulty."""
 
@@ -166,7 +166,7 @@ class Feed(EpisodeSource):
         await self._publish_done(all_of_them=True)
         await self._report(number, 0)
 
-    async def _report(self, number: int, wanted: int) -> Answer:
+    async def _report(self, number: int, wanted: int) -> LeaseAnswer:
         done, faulty = list(self._done), list(self._faulty)
         answer = await self._call(number, wanted, done, faulty)
         del self._done[: len(done)], self._faulty[: len(faulty)]

@@ -52,7 +52,7 @@ Lease = tuple[int, int]
 """Position of a group, and the epoch of its lease."""
 
 
-class Answer(Struct, frozen=True, kw_only=True):
+class LeaseAnswer(Struct, frozen=True, kw_only=True):
     """The answer to a driver's call.
 
     `run`: the leases, if any, are to be run; `over`: no group is left that is not done; `rejoin`: the driver's leases
@@ -154,7 +154,9 @@ class Leases:
         self._seen[slot] = self._clock()
         return name, [(position, self._epochs[position]) for position in sorted(self._held.get(slot, ()))]
 
-    def call(self, slot: int, number: int, wanted: int, done: Sequence[int] = (), faulty: Sequence[int] = ()) -> Answer:
+    def call(
+        self, slot: int, number: int, wanted: int, done: Sequence[int] = (), faulty: Sequence[int] = ()
+    ) -> LeaseAnswer:
         """Take a driver's report, and lease groups to it.
 
         Args:
@@ -165,17 +167,19 @@ class Leases:
             faulty: Groups with an episode that the engine could not finish; a resume runs them again.
         """
         if slot in self._lost or slot not in self._seen:
-            return Answer(word="rejoin")
+            return LeaseAnswer(word="rejoin")
         self._seen[slot] = self._clock()
         if self._calls.get(slot) == number:
             text = self._db.execute("SELECT answer FROM calls WHERE slot = ?", (slot,)).fetchone()[0]
-            return Answer(word=self._word(), leases=tuple((position, epoch) for position, epoch in json.loads(text)))
+            return LeaseAnswer(
+                word=self._word(), leases=tuple((position, epoch) for position, epoch in json.loads(text))
+            )
         held = self._held.setdefault(slot, set())
         done = [position for position in done if position in held]
         faulty = [position for position in faulty if position in held]
         chosen = self._choose(wanted)
         if not done and not faulty and not chosen:
-            return Answer(word=self._word())
+            return LeaseAnswer(word=self._word())
         leases = [(position, self._epochs[position]) for position in chosen]
         with self._commit() as db:
             db.executemany("UPDATE groups SET state = 'done' WHERE position = ?", [(position,) for position in done])
@@ -198,7 +202,7 @@ class Leases:
         held.update(chosen)
         self._done += len(done)
         self._faulty += len(faulty)
-        return Answer(word=self._word(), leases=tuple(leases))
+        return LeaseAnswer(word=self._word(), leases=tuple(leases))
 
     def expire(self, before: float) -> list[int]:
         """Take the leases of drivers that have not called since `before`, on the scale of the clock. Returns their

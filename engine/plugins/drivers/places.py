@@ -36,7 +36,7 @@ def is_url(place: str) -> bool:
     return "://" in place
 
 
-class Place:
+class ShardPlace:
     """A folder of files by its path or URL.
 
     Raises:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from engine.errors import StoreError
-from engine.plugins.drivers.places import Place
+from engine.plugins.drivers.places import ShardPlace
 from engine.plugins.drivers.shards import META, SUMMARY, TOOLS, VERSION, Part, list_parts
 from engine.store import codec, database
 from engine.store.dropped import has_table, mentioned_images
@@ -52,7 +52,7 @@ class Publisher:
         if not re.fullmatch("[a-z0-9]+", driver):
             raise StoreError(f"driver name `{driver}`: use small letters and digits")
         self._store = RunReader(store, own_header(store))
-        self._place = Place(place)
+        self._place = ShardPlace(place)
         self._driver = driver
         self._log = JsonLines(store / _PUBLISHED, _noted)
         self._done = set(chain.from_iterable(self._log.read()))
@@ -116,7 +116,7 @@ def _copy(store: RunReader, folder: Path, tasks: Sequence[str], without: set[tup
     file = folder / database.FILE
     database.create_tables(file)
     with closing(database.connect_writer(file)) as connection, reading(file):
-        connection.execute("PRAGMA synchronous = OFF")  # a draft: `Place.put` makes it durable
+        connection.execute("PRAGMA synchronous = OFF")  # a draft: `ShardPlace.put` makes it durable
         connection.execute("ATTACH ? AS driver", (f"file:{quote(str(store.path.absolute()))}?mode=ro",))
         connection.execute("BEGIN")
         dropped = ""

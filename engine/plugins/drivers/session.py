@@ -18,7 +18,7 @@ import structlog
 from engine.errors import EngineError, StoreError
 from engine.plugins.drivers.cluster import TOKEN
 from engine.plugins.drivers.feed import Feed
-from engine.plugins.drivers.leases import Answer
+from engine.plugins.drivers.leases import LeaseAnswer
 from engine.plugins.drivers.spec import DriversSpec
 from engine.schemas.base import Contract, Struct
 from engine.schemas.sections import SectionOwner
@@ -209,14 +209,14 @@ async def _session(setup: Setup, slot: int, ask: Ask) -> Done | None:
         runner = Runner(loaded, tasks, chat_format, backend, store, keep_going=setup.keep_going)
         incarnation = uuid.uuid4().hex[:8]
 
-        async def call(number: int, wanted: int, done: Sequence[int], faulty: Sequence[int]) -> Answer:
+        async def call(number: int, wanted: int, done: Sequence[int], faulty: Sequence[int]) -> LeaseAnswer:
             report = report_of(runner, name, incarnation)
             answer, stopping, whole = await ask("call", slot, number, wanted, list(done), list(faulty), report)
             if whole is not None and runner.guard is not None:
                 runner.guard.render_whole(whole)
             if stopping or answer.word == "rejoin":
                 stop.set()
-            given: Answer = answer
+            given: LeaseAnswer = answer
             return given
 
         publish = None

@@ -19,7 +19,7 @@ import structlog
 
 from engine.errors import StoreError
 from engine.plugins.drivers.catalogue import Catalogue, catalogue_folder
-from engine.plugins.drivers.places import Place
+from engine.plugins.drivers.places import ShardPlace
 from engine.plugins.drivers.shards import (
     DRIVERS,
     SHARDED,
@@ -68,7 +68,7 @@ class ShardedRun(RunReader):
         place = shards_of(folder)
         if place is None:
             raise StoreError(f"{folder} has no {SHARDED}: it is not a sharded run")
-        self._place = Place(place)
+        self._place = ShardPlace(place)
         self._is_run = (folder / database.FILE).is_file()
         header = own_header(folder) if self._is_run else read_header(self._place)
         super().__init__(folder, header)
@@ -368,6 +368,6 @@ def note_status(run: Path, status: RunStatus | None = None) -> None:
             return
         if status is None:
             status = ShardedRun(run).status
-        put_json(Place(place), STATUS, {"status": status})
+        put_json(ShardPlace(place), STATUS, {"status": status})
     except StoreError as error:
         log.warning("the run's status could not be written beside its shards", run=str(run), error=str(error))

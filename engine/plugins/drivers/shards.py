@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, cast, get_args
 from pydantic import ValidationError
 
 from engine.errors import StoreError
-from engine.plugins.drivers.places import Place, is_url
+from engine.plugins.drivers.places import ShardPlace, is_url
 from engine.schemas.base import Struct
 from engine.store.find import DIVIDED
 from engine.store.header import RunHeader
@@ -98,7 +98,7 @@ def create_shards(run: Path, header: RunHeader, url: str | None = None) -> str:
         StoreError: the place has the shards of another run, or cannot be written.
     """
     given = url or FOLDER
-    place = Place(given if is_url(given) or url else run / given)
+    place = ShardPlace(given if is_url(given) or url else run / given)
     if RUN in place.names():
         existing = read_header(place)
         if existing.run_id != header.run_id:
@@ -132,7 +132,7 @@ def shards_of(run: Path) -> str | None:
     return place if is_url(place) else str(run / place)
 
 
-def put_json(place: Place, name: str, content: dict[str, Any]) -> None:
+def put_json(place: ShardPlace, name: str, content: dict[str, Any]) -> None:
     """Write a JSON file with the layout's version beside the shards."""
     with tempfile.TemporaryDirectory() as draft:
         file = Path(draft) / name
@@ -140,7 +140,7 @@ def put_json(place: Place, name: str, content: dict[str, Any]) -> None:
         place.put(file, name)
 
 
-def noted_status(place: Place) -> RunStatus:
+def noted_status(place: ShardPlace) -> RunStatus:
     """Return what `note_status` wrote last; `interrupted` if that is missing.
 
     Raises:
@@ -155,7 +155,7 @@ def noted_status(place: Place) -> RunStatus:
     return cast("RunStatus", status)
 
 
-def read_header(place: Place) -> RunHeader:
+def read_header(place: ShardPlace) -> RunHeader:
     """Return the header beside shards.
 
     Raises:
@@ -193,7 +193,7 @@ def _check_version(version: object, where: str) -> None:
         )
 
 
-def list_parts(place: Place) -> list[Part]:
+def list_parts(place: ShardPlace) -> list[Part]:
     """Return the parts of a place, by driver and number.
 
     Raises:
@@ -229,7 +229,7 @@ class Summaries(Struct, frozen=True, kw_only=True):
     """Digests of the images in the part's store."""
 
 
-def read_summaries(place: Place, part: Part, data: bytes, run_id: str) -> Summaries:
+def read_summaries(place: ShardPlace, part: Part, data: bytes, run_id: str) -> Summaries:
     """Read the summaries of a part.
 
     Raises:

@@ -29,7 +29,7 @@ from engine.plugins.isolation.child import RAISED, VALUE
 from engine.plugins.isolation.remote import (
     START_SECONDS,
     Cell,
-    Pool,
+    CellPool,
     RemoteFunction,
     RemoteMethod,
     RemoteObject,
@@ -37,7 +37,7 @@ from engine.plugins.isolation.remote import (
     read_error,
     shape_from,
 )
-from engine.plugins.isolation.workers import IsolationError, Limits, Worker, WorkerLost, ZygoteClient
+from engine.plugins.isolation.workers import CodeWorker, IsolationError, Limits, WorkerLost, ZygoteClient
 from engine.schemas.entry import IsolationSpec
 from engine.spec.code.entry import EntryError
 from engine.spec.code.signature import ToolShape
@@ -83,7 +83,7 @@ class ProcessCode(SpecCode):
         except (ValueError, KeyError, TypeError) as error:
             raise IsolationError(f"the worker that imported `{origin.use}` described it wrongly: {error}") from error
         is_function = origin.role == "function" or (origin.role == "tool" and not self.is_class)
-        self.pool = Pool(zygote, limits, workers or (FUNCTION_WORKERS if is_function else None))
+        self.pool = CellPool(zygote, limits, workers or (FUNCTION_WORKERS if is_function else None))
 
     def function(self, answer: str) -> HostedCallable:
         """See `SpecCode.function`."""
@@ -179,7 +179,7 @@ class Isolation(CodeHost):
 
     async def _describe(self, origin: CodeOrigin, limits: Limits) -> bytes:
         """Import an entry point in a worker, which describes it."""
-        worker = Worker(self._zygote, limits)
+        worker = CodeWorker(self._zygote, limits)
         try:
             await worker.start()
             try:

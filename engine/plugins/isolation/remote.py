@@ -1,7 +1,7 @@
 """Objects and functions that live in worker processes, and the calls that reach them.
 
-A `Pool` has the workers of one entry point: an object holds one for as long as it lives; a function takes one for each
-call. Later episodes reuse workers. Waiting for a worker does not count for a call's deadline. A `Cell` holds one
+A `CellPool` has the workers of one entry point: an object holds one for as long as it lives; a function takes one for
+each call. Later episodes reuse workers. Waiting for a worker does not count for a call's deadline. A `Cell` holds one
 worker. The next call replaces a dead worker by a new one. An object whose worker died is built again there if it has no
 state between calls (`effects: pure`); any other object has lost its state and stays lost.
 """
@@ -23,7 +23,7 @@ from pydantic import TypeAdapter, ValidationError
 from engine.actions.calling.host import CodeOrigin, HostedCallable, HostedObject, HostedTool, InvalidArguments
 from engine.errors import SpecCodeError
 from engine.plugins.isolation.child import INVALID, RAISED, UNFIT, VALUE, WRONG
-from engine.plugins.isolation.workers import Limits, Worker, WorkerLost, ZygoteClient
+from engine.plugins.isolation.workers import CodeWorker, Limits, WorkerLost, ZygoteClient
 from engine.schemas.environment import EpisodeView, ProgramSettings, Reset, Step, ToolReply, UserTurn
 from engine.schemas.reward import RewardEvent
 from engine.spec.code.entry import EntryError
@@ -66,16 +66,16 @@ class Cell:
         self.memory = limits.memory
         self.cause: SpecCodeError | None = None
         """Why its last worker died."""
-        self.worker: Worker | None = None
+        self.worker: CodeWorker | None = None
         self.lock = asyncio.Lock()
         """Held during a call: a worker serves one call at a time, and a call's deadline starts when it holds the
         lock."""
 
-    async def live(self) -> Worker:
+    async def live(self) -> CodeWorker:
         """Return the worker, or a new one if it died."""
         if self.worker is None or not self.worker.alive:
             self.worker = None
-            self.worker = await Worker(self._zygote, self._limits).start()
+            self.worker = await CodeWorker(self._zygote, self._limits).start()
         return self.worker
 
     @property
@@ -95,7 +95,7 @@ class Cell:
             self.worker.kill("no longer needed")
 
 
-class Pool:
+class CellPool:
     """The workers of one entry point."""
 
     def __init__(self, zygote: ZygoteClient, limits: Limits, most: int | None) -> None:
@@ -160,7 +160,7 @@ class RemoteObject(HostedObject):
         self._blame = blame
         self._returned = returned
         self._id = next(_ids)
-        self._worker: Worker | None = None
+        self._worker: CodeWorker | None = None
         self._has: frozenset[str] = frozenset()
         self.shapes: list[ToolShape] = []
         """Shapes of the tool that it is, or of the tools that it offers."""
@@ -220,7 +220,7 @@ class RemoteObject(HostedObject):
             raise self._bad("building it", f"described itself wrongly: {error}", self._blame) from None
         self._worker, self.opened = worker, True
 
-    async def _asked(self, worker: Worker, doing: str, request: tuple[Any, ...], seconds: float | None) -> bytes:
+    async def _asked(self, worker: CodeWorker, doing: str, request: tuple[Any, ...], seconds: float | None) -> bytes:
         """Send a request that comes before the first call; return the value of its answer. Raises as `open`."""
         use = self._origin.use
         try:
@@ -243,7 +243,7 @@ class RemoteObject(HostedObject):
             raise self._bad(f"{doing} it", "answered in a form that breaks the protocol", self._blame)
         return text
 
-    async def _ready(self, what: str, blame: Blame) -> Worker:
+    async def _ready(self, what: str, blame: Blame) -> CodeWorker:
         """Return the worker that holds the object; a pure object is built again if its worker died."""
         worker = self._worker
         if worker is not None and worker.alive and worker is self._cell.worker:
@@ -396,7 +396,7 @@ class RemoteFunction(HostedCallable):
 
     lost = False
 
-    def __init__(self, origin: CodeOrigin, pool: Pool, expects: str) -> None:
+    def __init__(self, origin: CodeOrigin, pool: CellPool, expects: str) -> None:
         self._origin = origin
         self._pool = pool
         self._expects = expects

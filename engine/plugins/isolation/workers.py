@@ -229,7 +229,7 @@ class WorkerLost(Exception):
         super().__init__(words)
 
 
-class Worker:
+class CodeWorker:
     """One worker process. Use it from the loop that started it."""
 
     def __init__(self, zygote: ZygoteClient, limits: Limits) -> None:
@@ -254,7 +254,7 @@ class Worker:
         self._socket: socket.socket | None = None
         self._output: int | None = None
 
-    async def start(self) -> Worker:
+    async def start(self) -> CodeWorker:
         """Fork the process.
 
         Raises:

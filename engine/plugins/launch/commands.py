@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine.plugins.launch.servers import LaunchedServers, ServerCommand
+from engine.plugins.launch.servers import ServerCommand, ServerProcesses
 from engine.schemas.backend import changes_distribution
 from engine.tokens.catalogue import resolve_model
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from engine.spec.load import LoadedSpec
 
 
-def launch_sglang(spec: ServersSpec, loaded: LoadedSpec) -> LaunchedServers:
+def launch_sglang(spec: ServersSpec, loaded: LoadedSpec) -> ServerProcesses:
     """The launcher of `kind: sglang`."""
     assert spec.launch is not None
     model = loaded.spec.model
@@ -27,7 +27,7 @@ def launch_sglang(spec: ServersSpec, loaded: LoadedSpec) -> LaunchedServers:
 
 def sglang_servers(
     launch: LaunchSpec, folder: Path, train: TrainSpec | None, *, experts: bool = False
-) -> LaunchedServers:
+) -> ServerProcesses:
     """SGLang servers, not yet started.
 
     Args:
@@ -47,14 +47,14 @@ def sglang_servers(
     return _servers(launch, ["-m", "sglang.launch_server", "--model-path", str(folder)], "--tp-size", added)
 
 
-def launch_vllm(spec: ServersSpec, loaded: LoadedSpec) -> LaunchedServers:
+def launch_vllm(spec: ServersSpec, loaded: LoadedSpec) -> ServerProcesses:
     """The launcher of `kind: vllm`."""
     assert spec.launch is not None
     model = loaded.spec.model
     return vllm_servers(spec.launch, resolve_model(model.path, model.revision, loaded.base), loaded.spec.sampling)
 
 
-def vllm_servers(launch: LaunchSpec, folder: Path, sampling: SamplingParams) -> LaunchedServers:
+def vllm_servers(launch: LaunchSpec, folder: Path, sampling: SamplingParams) -> ServerProcesses:
     """vLLM servers, not yet started.
 
     Args:
@@ -68,7 +68,7 @@ def vllm_servers(launch: LaunchSpec, folder: Path, sampling: SamplingParams) -> 
     return _servers(launch, ["-m", "vllm.entrypoints.cli.main", "serve", str(folder)], "--tensor-parallel-size", added)
 
 
-def _servers(launch: LaunchSpec, start: list[str], tp_flag: str, added: list[str]) -> LaunchedServers:
+def _servers(launch: LaunchSpec, start: list[str], tp_flag: str, added: list[str]) -> ServerProcesses:
     """One server for each `tp` of the GPUs; one without a GPU if there is none."""
 
     def command(port: int) -> list[str]:
@@ -78,4 +78,4 @@ def _servers(launch: LaunchSpec, start: list[str], tp_flag: str, added: list[str
 
     groups = [tuple(launch.indexes[at : at + launch.tp]) for at in range(0, len(launch.indexes), launch.tp)] or [()]
     commands = [ServerCommand(command, launch.env, gpus) for gpus in groups]
-    return LaunchedServers(commands, ready_timeout=launch.ready_timeout, restarts=launch.restarts)
+    return ServerProcesses(commands, ready_timeout=launch.ready_timeout, restarts=launch.restarts)

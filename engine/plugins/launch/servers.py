@@ -148,7 +148,7 @@ class LaunchedServer:
         await self.process.wait()  # the warden kills the server after the grace
 
 
-class LaunchedServers:
+class ServerProcesses:
     """All servers of one backend.
 
     servers = LaunchedServers(commands, ready_timeout=600, restarts=3)

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     import torch
 
     from engine.plugins.local.kv import PromptImages
-    from engine.plugins.local.load import PackedModel
+    from engine.plugins.local.load import BatchedModel
     from engine.plugins.local.rows import RowTable
-    from engine.plugins.local.worker import Worker
+    from engine.plugins.local.worker import SamplingWorker
     from engine.spec.load import LoadedSpec
     from engine.tokens.template import ChatTemplate
     from engine.tokens.vision import Vision
@@ -80,7 +80,7 @@ class LocalBackend(Backend):
         self._vision = vision
         self._marks: dict[str, int] = {}
         """A negative number for each image seen so far."""
-        self._worker: Worker | None = None
+        self._worker: SamplingWorker | None = None
         self._device: torch.device | None = None
 
     @classmethod
@@ -116,11 +116,11 @@ class LocalBackend(Backend):
         folder = await asyncio.to_thread(self._folder)
         if "torch" not in sys.modules:  # idle threads of OpenMP that wait busily would take the event loop's core
             os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-        from engine.plugins.local.worker import Worker
+        from engine.plugins.local.worker import SamplingWorker
 
         loop = asyncio.get_running_loop()
         ready: asyncio.Future[None] = loop.create_future()
-        worker = Worker(lambda: self._load(folder), self._prefill_tokens)
+        worker = SamplingWorker(lambda: self._load(folder), self._prefill_tokens)
         worker.start(loop, ready)
         try:
             await ready
@@ -133,7 +133,7 @@ class LocalBackend(Backend):
         self._device = worker.packed.device
         self._worker = worker
 
-    def _load(self, folder: Path) -> tuple[PackedModel, RowTable]:
+    def _load(self, folder: Path) -> tuple[BatchedModel, RowTable]:
         """Load the model; called in the worker's thread, because torch has one thread count per thread."""
         import torch
 
@@ -148,14 +148,14 @@ class LocalBackend(Backend):
         budget = load.stash_budget(device) if self._stash_bytes is None else self._stash_bytes
         return packed, RowTable(packed.store, self._spec.max_batch, budget, reuse=packed.reuses_prefixes)
 
-    def _open_model(self, folder: Path, device: torch.device, dtype: torch.dtype) -> PackedModel:
+    def _open_model(self, folder: Path, device: torch.device, dtype: torch.dtype) -> BatchedModel:
         """Load the model and check its forward pass."""
         rows = self._spec.max_batch
         keys = {"repeatable": self._spec.deterministic, "experts": self._spec.routed_experts}
         if self._vision is None:
-            from engine.plugins.local.load import PackedModel
+            from engine.plugins.local.load import BatchedModel
 
-            return PackedModel(folder, device, dtype, rows, **keys)
+            return BatchedModel(folder, device, dtype, rows, **keys)
         from engine.plugins.local.vision import VisionModel
 
         return VisionModel(folder, device, dtype, rows, vision=self._vision, **keys)
@@ -214,7 +214,7 @@ class LocalBackend(Backend):
             worker.wake()
             raise
 
-    def _started(self) -> Worker:
+    def _started(self) -> SamplingWorker:
         if self._worker is None:
             raise BackendError("the local backend has not been started: await `start()` first", kind="not_started")
         return self._worker

@@ -68,7 +68,7 @@ class PromptImages:
         return [digest for digest, (begin, _) in zip(self.digests, self.spans, strict=True) if start <= begin < end]
 
 
-class Chunk(Struct, frozen=True, kw_only=True):
+class RowChunk(Struct, frozen=True, kw_only=True):
     """Tokens of one row in a forward pass."""
 
     row: int
@@ -215,7 +215,7 @@ class _Extend:
 class Plan:
     """Layout of one forward pass: each token's row and position, and the positions that it attends to."""
 
-    def __init__(self, chunks: Sequence[Chunk], device: torch.device) -> None:
+    def __init__(self, chunks: Sequence[RowChunk], device: torch.device) -> None:
         """`chunks`: first those of one token, ordered by row; then the longer ones."""
         rows = [chunk.row for chunk in chunks for _ in chunk.ids]
         positions = [chunk.past + offset for chunk in chunks for offset in range(len(chunk.ids))]
@@ -313,9 +313,9 @@ def _additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, float("-inf"))
 
 
-def _runs(chunks: Sequence[Chunk]) -> list[list[Chunk]]:
+def _runs(chunks: Sequence[RowChunk]) -> list[list[RowChunk]]:
     """Join neighbouring rows into runs; each run is one slice of the cache."""
-    runs: list[list[Chunk]] = []
+    runs: list[list[RowChunk]] = []
     for chunk in chunks:
         if runs and runs[-1][-1].row + 1 == chunk.row:
             runs[-1].append(chunk)

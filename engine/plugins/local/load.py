@@ -12,7 +12,7 @@ import torch
 
 from engine.backends.routers import is_routing, routers_of
 from engine.errors import BackendError
-from engine.plugins.local.kv import ATTENTION, TILE, Chunk, KVRows, Plan, RowsCache, attend, tiles
+from engine.plugins.local.kv import ATTENTION, TILE, KVRows, Plan, RowChunk, RowsCache, attend, tiles
 from engine.tokens.catalogue import no_bars
 from engine.tokens.experts import ExpertLayout, expert_layout
 
@@ -42,7 +42,7 @@ def stash_budget(device: torch.device) -> int:
     return int(free) // 8
 
 
-class PackedModel:
+class BatchedModel:
     """A decoder whose forward pass takes tokens of many sequences at once, without padding.
 
     Not thread-safe: use it in one thread only.
@@ -159,13 +159,13 @@ class PackedModel:
         """Ids for the checks, int64 [2, length]."""
         return torch.randint(0, self.vocab, (2, length), generator=torch.Generator().manual_seed(seed))
 
-    def _inputs(self, chunks: Sequence[Chunk], plan: Plan) -> dict[str, Any]:
+    def _inputs(self, chunks: Sequence[RowChunk], plan: Plan) -> dict[str, Any]:
         """Arguments of the model's forward pass: the tokens of the chunks, packed into one sequence, and their
         positions."""
         tokens = torch.tensor([token for chunk in chunks for token in chunk.ids], device=self.device)[None]
         return {"input_ids": tokens, "position_ids": plan.positions[None]}
 
-    def forward(self, chunks: Sequence[Chunk], wanted: Sequence[int]) -> torch.Tensor:
+    def forward(self, chunks: Sequence[RowChunk], wanted: Sequence[int]) -> torch.Tensor:
         """Compute one forward pass.
 
         Args:
@@ -178,7 +178,7 @@ class PackedModel:
         self.store.reserve(max(TILE, *(chunk.past + len(chunk.ids) for chunk in chunks)) + 1)
         return self._forward_repeatable(chunks, wanted) if self.repeatable else self._forward_packed(chunks, wanted)
 
-    def _forward_packed(self, chunks: Sequence[Chunk], wanted: Sequence[int]) -> torch.Tensor:
+    def _forward_packed(self, chunks: Sequence[RowChunk], wanted: Sequence[int]) -> torch.Tensor:
         """Compute `forward` in one pass of the model."""
         ends, at = [], 0
         for chunk in chunks:
@@ -192,7 +192,7 @@ class PackedModel:
             logits: torch.Tensor = out.logits[0].float()
             return logits if wanted else logits[:0]
 
-    def _forward_repeatable(self, chunks: Sequence[Chunk], wanted: Sequence[int]) -> torch.Tensor:
+    def _forward_repeatable(self, chunks: Sequence[RowChunk], wanted: Sequence[int]) -> torch.Tensor:
         """Compute `forward` in tiles of a fixed number of tokens."""
         tokens: list[tuple[int, int, int]] = []
         ends = []
@@ -252,9 +252,9 @@ class PackedModel:
         0."""
         at, logits = 0, torch.empty(0)
         for size in sizes:
-            chunks = [Chunk(row=row, ids=ids[at : at + size], past=at)]
+            chunks = [RowChunk(row=row, ids=ids[at : at + size], past=at)]
             if others is not None:
-                chunks.insert(0, Chunk(row=0, ids=others[at : at + size], past=at))
+                chunks.insert(0, RowChunk(row=0, ids=others[at : at + size], past=at))
             logits = self.forward(chunks, [len(chunks) - 1])
             at += size
         return logits
@@ -292,7 +292,7 @@ class PackedModel:
         pieces = [(0, length - 8), (length - 8, length - 4), (length - 4, length - 1), (length - 1, length)]
         found = []
         for start, end in pieces:
-            chunks = [Chunk(row=row, ids=ids[row, start:end].tolist(), past=start) for row in rows]
+            chunks = [RowChunk(row=row, ids=ids[row, start:end].tolist(), past=start) for row in rows]
             found.append(self.forward(chunks, list(range(len(rows)))).log_softmax(-1))
         return torch.stack(found[1:], dim=1)
 

@@ -56,7 +56,7 @@ class PendingReply:
 
 
 @dataclass(slots=True, eq=False)
-class Row:
+class CacheRow:
     """One row of the cache, and the reply that is sampled in it, if any."""
 
     index: int
@@ -149,7 +149,7 @@ class RowTable:
             stash_bytes: Maximum memory of all stashes.
             reuse: Whether a request may reuse cached prefixes.
         """
-        self.rows = [Row(index) for index in range(count)]
+        self.rows = [CacheRow(index) for index in range(count)]
         self.counts: Counter[str] = Counter()
         self._store = store
         self._stashes: OrderedDict[int, _Stashed] = OrderedDict()
@@ -161,11 +161,11 @@ class RowTable:
         self._reuse = reuse
 
     @property
-    def running(self) -> list[Row]:
+    def running(self) -> list[CacheRow]:
         """Rows in which replies are being sampled, by index."""
         return [row for row in self.rows if row.running]
 
-    def admit(self, pending: PendingReply) -> Row | None:
+    def admit(self, pending: PendingReply) -> CacheRow | None:
         """Assign a row to a request. None if it must wait: no row is free, or another row is computing its prefix."""
         prompt = pending.prompt
         free = [row for row in self.rows if not row.running]
@@ -204,7 +204,7 @@ class RowTable:
             self._store.copy(source.index, row.index, kept)
         return self._begin(row, pending, kept)
 
-    def finish(self, row: Row) -> None:
+    def finish(self, row: CacheRow) -> None:
         """End the row's reply. Its tokens stay cached."""
         row.pending = None
         row.used = self._next_tick()
@@ -233,7 +233,7 @@ class RowTable:
                 row.length = 0
                 row.episode = None
 
-    def _begin(self, row: Row, pending: PendingReply, kept: int) -> Row:
+    def _begin(self, row: CacheRow, pending: PendingReply, kept: int) -> CacheRow:
         kept = pending.whole(kept)
         kept = kept if kept >= MIN_TOKENS_TO_COPY else 0
         row.begin(pending, kept, self._next_tick())
@@ -244,7 +244,7 @@ class RowTable:
         self._tick += 1
         return self._tick
 
-    def _best_row(self, prompt: np.ndarray, usable: int) -> tuple[Row | None, int]:
+    def _best_row(self, prompt: np.ndarray, usable: int) -> tuple[CacheRow | None, int]:
         """The row with the longest cached prefix of the prompt, and the length of that prefix."""
         best, kept = None, 0
         for row in self.rows:
@@ -259,7 +259,7 @@ class RowTable:
                 best, kept = key, shared
         return best, min(kept, usable)
 
-    def _reusable_row(self, free: list[Row], source: Row | None) -> Row:
+    def _reusable_row(self, free: list[CacheRow], source: CacheRow | None) -> CacheRow:
         """Choose a row to overwrite: an empty one, else one of an ended episode, else the least recently used one.
 
         `source`, from which the prefix is copied, is chosen last.
@@ -269,7 +269,7 @@ class RowTable:
             self._stash(row)
         return row
 
-    def _stash(self, row: Row) -> None:
+    def _stash(self, row: CacheRow) -> None:
         stash = self._store.take(row.index, row.cached)
         if stash.bytes > self._stash_bytes:
             return

@@ -96,7 +96,7 @@ def _pairs(values: dict[int, float], device: torch.device) -> tuple[torch.Tensor
     return torch.tensor(list(values), device=device), torch.tensor(list(values.values()), device=device)
 
 
-class Sampled(Struct, frozen=True, kw_only=True):
+class SampledStep(Struct, frozen=True, kw_only=True):
     """One token per row."""
 
     ids: np.ndarray
@@ -105,7 +105,7 @@ class Sampled(Struct, frozen=True, kw_only=True):
     """float32 [rows]; nan where the model's logits are not a distribution."""
 
 
-def sample(logits: torch.Tensor, states: Sequence[SamplingState], places: Sequence[int]) -> Sampled:
+def sample(logits: torch.Tensor, states: Sequence[SamplingState], places: Sequence[int]) -> SampledStep:
     """Sample one token per row.
 
     Args:
@@ -140,10 +140,10 @@ def sample(logits: torch.Tensor, states: Sequence[SamplingState], places: Sequen
     ids.clamp_(0, vocab - 1)  # a row of nan gives an arbitrary id; its log-prob is nan
     chosen = logits.gather(1, ids[:, None])[:, 0] - best.values
     logprobs = (chosen.double() - total.log()).float()
-    return Sampled(ids=ids.cpu().numpy(), logprobs=logprobs.cpu().numpy())
+    return SampledStep(ids=ids.cpu().numpy(), logprobs=logprobs.cpu().numpy())
 
 
-def sample_each(logits: torch.Tensor, states: Sequence[SamplingState], places: Sequence[int]) -> Sampled:
+def sample_each(logits: torch.Tensor, states: Sequence[SamplingState], places: Sequence[int]) -> SampledStep:
     """Sample each row separately, so that sums over a row do not depend on the number of rows.
 
     `logits` has shape [rows, vocabulary]; the arrays of the result have shape [rows].
@@ -152,7 +152,7 @@ def sample_each(logits: torch.Tensor, states: Sequence[SamplingState], places: S
         sample(logits[row : row + 1].clone(), states[row : row + 1], places[row : row + 1])
         for row in range(len(states))
     ]
-    return Sampled(
+    return SampledStep(
         ids=np.concatenate([one.ids for one in found]), logprobs=np.concatenate([one.logprobs for one in found])
     )
 

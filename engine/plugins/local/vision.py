@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine.plugins.local.kv import ATTENTION, Chunk, Plan, PromptImages
-from engine.plugins.local.load import PackedModel
+from engine.plugins.local.kv import ATTENTION, Plan, PromptImages, RowChunk
+from engine.plugins.local.load import BatchedModel
 from engine.tokens.catalogue import no_bars
 from engine.tokens.vision import Vision
 
@@ -43,7 +43,7 @@ def place_images(
     return PromptImages(ids, marked, digests, list(spans))
 
 
-class VisionModel(PackedModel):
+class VisionModel(BatchedModel):
     """A model with a vision tower whose forward pass takes tokens and images of many sequences at once."""
 
     def __init__(
@@ -57,7 +57,7 @@ class VisionModel(PackedModel):
         repeatable: bool = False,
         experts: bool = False,
     ) -> None:
-        """See `PackedModel`. `vision`: the model's image processing.
+        """See `BatchedModel`. `vision`: the model's image processing.
 
         Raises:
             BackendError: Kind `unsupported_model`: transformers has no such model, or its log-probs depend on the
@@ -87,7 +87,7 @@ class VisionModel(PackedModel):
         allowed = np.setdiff1d(np.arange(self.vocab), self.vision.banned)
         return torch.from_numpy(np.random.default_rng(seed).choice(allowed, (2, length)))
 
-    def _inputs(self, chunks: Sequence[Chunk], plan: Plan) -> dict[str, Any]:
+    def _inputs(self, chunks: Sequence[RowChunk], plan: Plan) -> dict[str, Any]:
         ids = torch.tensor([token for chunk in chunks for token in chunk.ids])
         positions = torch.cat([self._chunk_positions(chunk) for chunk in chunks], -1)
         digests = [
@@ -109,7 +109,7 @@ class VisionModel(PackedModel):
             **images,
         }
 
-    def _chunk_positions(self, chunk: Chunk) -> torch.Tensor:
+    def _chunk_positions(self, chunk: RowChunk) -> torch.Tensor:
         """Position ids of a chunk, int64 [3, tokens], or [1, tokens] if they are scalar."""
         places = torch.arange(chunk.past, chunk.past + len(chunk.ids))
         if chunk.images is None:
@@ -145,7 +145,7 @@ class VisionModel(PackedModel):
                 images.positions = found[0][:, 0]
         return images.positions
 
-    def _forward_repeatable(self, chunks: Sequence[Chunk], wanted: Sequence[int]) -> torch.Tensor:
+    def _forward_repeatable(self, chunks: Sequence[RowChunk], wanted: Sequence[int]) -> torch.Tensor:
         """Compute `forward` with one pass for each chunk, so that a token's bits do not depend on the other chunks."""
         logits = {place: self._forward_packed([chunk], [0]) for place, chunk in enumerate(chunks)}
         if not wanted:

@@ -24,9 +24,9 @@ import torch
 
 from engine.backends.stops import finish_reason
 from engine.errors import BackendError, EngineError
-from engine.plugins.local.kv import Chunk
-from engine.plugins.local.load import PackedModel
-from engine.plugins.local.rows import PendingReply, Row, RowTable
+from engine.plugins.local.kv import RowChunk
+from engine.plugins.local.load import BatchedModel
+from engine.plugins.local.rows import CacheRow, PendingReply, RowTable
 from engine.plugins.local.sampler import sample, sample_each
 from engine.schemas.experts import expert_dtype
 from engine.schemas.generation import FinishReason, Generation
@@ -46,10 +46,10 @@ class Command:
     loop: asyncio.AbstractEventLoop
 
 
-class Worker:
+class SamplingWorker:
     """Runs in its own thread from `start` to `stop`; the other methods are called from event loops."""
 
-    def __init__(self, load: Callable[[], tuple[PackedModel, RowTable]], prefill_tokens: int | None = None) -> None:
+    def __init__(self, load: Callable[[], tuple[BatchedModel, RowTable]], prefill_tokens: int | None = None) -> None:
         """
         Args:
             load: Makes the model and its rows; called in the thread.
@@ -67,7 +67,7 @@ class Worker:
         self.version = 0
         self.counts: Counter[str] = Counter()
         self.seconds: dict[str, float] = {"forward": 0.0, "sample": 0.0}
-        self.packed: PackedModel
+        self.packed: BatchedModel
         self.table: RowTable
 
     def start(self, loop: asyncio.AbstractEventLoop, ready: asyncio.Future[None]) -> None:
@@ -207,18 +207,18 @@ class Worker:
         later.extend(self._waiting)
         self._waiting = later
 
-    def _plan(self) -> tuple[list[Chunk], list[Row]]:
+    def _plan(self) -> tuple[list[RowChunk], list[CacheRow]]:
         """Plan the step's chunks: one token of each running reply, then prompts, oldest first, up to `prefill_tokens`.
 
         An image is never split between steps.
         """
-        singles: list[Row] = []
-        longer: list[Row] = []
+        singles: list[CacheRow] = []
+        longer: list[CacheRow] = []
         room = self._prefill_tokens or 1
         for row in self.table.running:
             (singles if row.length - row.cached == 1 else longer).append(row)
         chunks = [_chunk(row, 1) for row in singles]
-        taken: list[Row] = []
+        taken: list[CacheRow] = []
         for row in sorted(longer, key=lambda row: row.began):
             count = row.next_tokens(room, first=room == self._prefill_tokens)
             if count <= 0:
@@ -234,7 +234,7 @@ class Worker:
                 taken.append(row)
         return chunks, [*singles, *taken]
 
-    def _sample(self, logits: Any, rows: list[Row]) -> None:
+    def _sample(self, logits: Any, rows: list[CacheRow]) -> None:
         if not rows:
             return
         replies = [row.pending for row in rows if row.pending is not None]
@@ -256,7 +256,7 @@ class Worker:
                 self._answer(pending.loop, pending.future, self._generation(row, pending, finish))
                 self.table.finish(row)
 
-    def _generation(self, row: Row, pending: PendingReply, finish: FinishReason) -> Generation:
+    def _generation(self, row: CacheRow, pending: PendingReply, finish: FinishReason) -> Generation:
         return Generation(
             output_ids=row.ids[row.prompt : row.length].copy(),
             logprobs=np.asarray(row.logprobs, dtype=np.float32),
@@ -269,7 +269,7 @@ class Worker:
             queue_seconds=row.began - pending.queued,
         )
 
-    def _experts(self, row: Row, start: int | None) -> np.ndarray | None:
+    def _experts(self, row: CacheRow, start: int | None) -> np.ndarray | None:
         """The experts of a row's tokens from number `start` up to the last but one, [tokens, layers, top_k]; None: not
         requested."""
         layout = self.packed.layout
@@ -313,10 +313,12 @@ class Worker:
                 loop.call_soon_threadsafe(_resolve, of_loop)
 
 
-def _chunk(row: Row, count: int) -> Chunk:
+def _chunk(row: CacheRow, count: int) -> RowChunk:
     """The next `count` tokens of a row."""
     images = row.pending.images if row.pending is not None else None
-    return Chunk(row=row.index, ids=row.ids[row.cached : row.cached + count].tolist(), past=row.cached, images=images)
+    return RowChunk(
+        row=row.index, ids=row.ids[row.cached : row.cached + count].tolist(), past=row.cached, images=images
+    )
 
 
 def _resolve(answers: list[Answer]) -> None:

@@ -21,7 +21,7 @@ from xml.sax.saxutils import escape, quoteattr
 
 from engine.errors import EngineError
 from engine.machine.machine import ResolvedMachine
-from engine.plugins.pictures.graph import ANY_STATE, Counts, Edge, Events, Picture, picture
+from engine.plugins.pictures.graph import ANY_STATE, Counts, DrawnEdge, Events, Picture, picture
 from engine.schemas.machine import MachineSpec
 
 MARGIN = 20.0
@@ -69,7 +69,7 @@ class _Row:
         return len(" ".join(parts)) * LABEL_SIZE * 0.61
 
 
-def _rows(edge: Edge) -> list[_Row]:
+def _rows(edge: DrawnEdge) -> list[_Row]:
     """The rows of a label: events with the same guard share one; a long guard is wrapped at its operators."""
     rows: list[_Row] = []
     together: dict[str | None, list[str]] = {}
@@ -114,7 +114,7 @@ def _lines_of(name: str, drawn: Picture) -> tuple[str, str]:
     return name, action.rpartition(":")[2] if ":" in action else action
 
 
-def _box(name: str, drawn: Picture, ends: int, loop: Edge | None) -> Box:
+def _box(name: str, drawn: Picture, ends: int, loop: DrawnEdge | None) -> Box:
     title, action = _lines_of(name, drawn)
     width = max(len(title) * NAME_SIZE * 0.72, len(action) * LABEL_SIZE * 0.61, ends * 18.0, 64.0) + 26.0
     overhang = LOOP + _size(_rows(loop))[0] if loop is not None else 0.0
@@ -196,14 +196,14 @@ def _node(name: str, box: Box, drawn: Picture) -> str:
     return f"<g data-state={quoteattr(name)}>{''.join(parts)}</g>"
 
 
-def _edge_group(edge: Edge, drawing: str) -> str:
+def _edge_group(edge: DrawnEdge, drawing: str) -> str:
     """A line with its head, and in attributes the transitions that it stands for."""
     events = " ".join(dict.fromkeys(line.event for line in edge.lines))
     names = f"data-from={quoteattr(edge.source)} data-to={quoteattr(edge.dest)} data-events={quoteattr(events)}"
     return f"<g {names}>{drawing}</g>"
 
 
-def _stroke(edge: Edge, busiest: int) -> str:
+def _stroke(edge: DrawnEdge, busiest: int) -> str:
     """A line is thicker if it was taken more often, and dashed if it never was."""
     count = edge.count
     if count is None:
@@ -214,7 +214,7 @@ def _stroke(edge: Edge, busiest: int) -> str:
     return f'stroke="{EDGE}" stroke-width="{width:.1f}"'
 
 
-def _link(link: Link, layout: Layout, edge: Edge, busiest: int) -> str:
+def _link(link: Link, layout: Layout, edge: DrawnEdge, busiest: int) -> str:
     names = (link.dest, link.source) if link.upwards else (link.source, link.dest)
     upper, lower = (layout.nodes[name] for name in names)
     top, bottom = upper.y + upper.height / 2, lower.y - lower.height / 2
@@ -246,14 +246,14 @@ def _curve(start: tuple[float, float], link: Link, end: tuple[float, float]) -> 
     return path
 
 
-def _arrow(x: float, y: float, back: int, edge: Edge) -> str:
+def _arrow(x: float, y: float, back: int, edge: DrawnEdge) -> str:
     """An arrowhead with its tip at (x, y); `back` is -1 if the line comes from above, 1 if from below."""
     fill = "#b8c0c8" if edge.count == 0 else MUTED if edge.source == ANY_STATE and edge.count is None else EDGE
     base = y + 9 * back
     return f'<path d="M{_n(x)} {_n(y)} L{_n(x - 4.5)} {_n(base)} L{_n(x + 4.5)} {_n(base)} Z" fill="{fill}"/>'
 
 
-def _label(link: Link, edge: Edge) -> str:
+def _label(link: Link, edge: DrawnEdge) -> str:
     box = link.label
     width, height = _size(_rows(edge))
     back = (
@@ -263,7 +263,7 @@ def _label(link: Link, edge: Edge) -> str:
     return back + _text(_rows(edge), box.x, box.y - height / 2, "middle", edge)
 
 
-def _text(rows: list[_Row], x: float, top: float, anchor: str, edge: Edge) -> str:
+def _text(rows: list[_Row], x: float, top: float, anchor: str, edge: DrawnEdge) -> str:
     parts = []
     ink = MUTED if edge.source == ANY_STATE or edge.count == 0 else INK
     for index, row in enumerate(rows):
@@ -284,7 +284,7 @@ def _text(rows: list[_Row], x: float, top: float, anchor: str, edge: Edge) -> st
     return "".join(parts)
 
 
-def _loop(box: Box, edge: Edge, busiest: int) -> str:
+def _loop(box: Box, edge: DrawnEdge, busiest: int) -> str:
     """An edge from a state to itself, on the right of its box."""
     x, y = box.x + box.width / 2, box.y
     path = f"M{_n(x)} {_n(y - 9)} C{_n(x + LOOP)} {_n(y - 24)} {_n(x + LOOP)} {_n(y + 24)} {_n(x + 8)} {_n(y + 10)}"

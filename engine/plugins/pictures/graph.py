@@ -24,7 +24,7 @@ Events = Mapping[str, frozenset[str]]
 ANY_STATE = "any state"
 
 
-class Line(Struct, frozen=True, kw_only=True):
+class EdgeLine(Struct, frozen=True, kw_only=True):
     """One event on an edge."""
 
     event: str
@@ -33,12 +33,12 @@ class Line(Struct, frozen=True, kw_only=True):
     """How often it was taken; None without counts."""
 
 
-class Edge(Struct, frozen=True, kw_only=True):
+class DrawnEdge(Struct, frozen=True, kw_only=True):
     """All transitions from one state to another."""
 
     source: str
     dest: str
-    lines: tuple[Line, ...]
+    lines: tuple[EdgeLine, ...]
 
     @property
     def count(self) -> int | None:
@@ -51,7 +51,7 @@ class Picture(Struct, frozen=True, kw_only=True):
     """The content of a picture."""
 
     machine: ResolvedMachine
-    edges: list[Edge]
+    edges: list[DrawnEdge]
 
     @property
     def has_any_state(self) -> bool:
@@ -86,11 +86,11 @@ def picture(
         key = (t.trigger, t.conditions)
         lines[key] = lines.get(key, 0) + taken
     edges = [
-        Edge(
+        DrawnEdge(
             source=source,
             dest=dest,
             lines=tuple(
-                Line(event=event, guard=guard, count=n if counts is not None else None)
+                EdgeLine(event=event, guard=guard, count=n if counts is not None else None)
                 for (event, guard), n in lines.items()
             ),
         )

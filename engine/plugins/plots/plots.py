@@ -53,7 +53,7 @@ _POINTS = 60
 """Lines with fewer points than this have markers."""
 
 
-class Line(NamedTuple):
+class MetricLine(NamedTuple):
     """The values of a metric by step."""
 
     label: str
@@ -61,16 +61,16 @@ class Line(NamedTuple):
     values: list[float]
 
 
-class Panel(NamedTuple):
+class PlotPanel(NamedTuple):
     """One plot area."""
 
     title: str
-    lines: list[Line]
+    lines: list[MetricLine]
     stacked: bool = False
     """The lines are stacked areas."""
 
 
-def panels(rows: Sequence[Mapping[str, float]]) -> dict[str, list[Panel]]:
+def panels(rows: Sequence[Mapping[str, float]]) -> dict[str, list[PlotPanel]]:
     """Select the panels of each plot, by the name of the plot; metrics without values are left out.
 
     Args:
@@ -83,22 +83,24 @@ def panels(rows: Sequence[Mapping[str, float]]) -> dict[str, list[Panel]]:
     measures = [name for name in names if name.startswith("eval/")]
     drawn = {
         "reward": [
-            Panel("mean reward of a batch", _lines(rows, totals)),
-            Panel("reward by name", _lines(rows, parts)),
-            Panel("reward by turn", [line._replace(label=f"turn {line.label[5:]}") for line in _lines(rows, turns)]),
+            PlotPanel("mean reward of a batch", _lines(rows, totals)),
+            PlotPanel("reward by name", _lines(rows, parts)),
+            PlotPanel(
+                "reward by turn", [line._replace(label=f"turn {line.label[5:]}") for line in _lines(rows, turns)]
+            ),
         ],
         "sft": [
-            Panel("cross-entropy per trained token, nats", _lines(rows, ["loss"] if "sft/epoch" in names else [])),
+            PlotPanel("cross-entropy per trained token, nats", _lines(rows, ["loss"] if "sft/epoch" in names else [])),
         ],
         "eval": [
-            Panel("evaluation", _lines(rows, [name for name in measures if name not in _LENGTHS])),
-            Panel("evaluation: lengths", _lines(rows, [name for name in measures if name in _LENGTHS])),
+            PlotPanel("evaluation", _lines(rows, [name for name in measures if name not in _LENGTHS])),
+            PlotPanel("evaluation: lengths", _lines(rows, [name for name in measures if name in _LENGTHS])),
         ],
         **{
-            plot: [Panel(title, _lines(rows, metrics)) for title, metrics in group.items()]
+            plot: [PlotPanel(title, _lines(rows, metrics)) for title, metrics in group.items()]
             for plot, group in _PLOTS.items()
         },
-        "time": [Panel("seconds per step, by phase", _phases(rows, names), stacked=True)],
+        "time": [PlotPanel("seconds per step, by phase", _phases(rows, names), stacked=True)],
     }
     filled = {plot: [panel for panel in group if panel.lines] for plot, group in drawn.items()}
     return {plot: group for plot, group in filled.items() if group}
@@ -110,12 +112,12 @@ def _turn(name: str) -> tuple[int, str]:
     return (int(tail), "") if tail.isdigit() else (1 << 30, tail)
 
 
-def _lines(rows: Sequence[Mapping[str, float]], names: Sequence[str]) -> list[Line]:
-    lines = [Line(name.partition("/")[2] or name, *series(rows, name)) for name in names]
+def _lines(rows: Sequence[Mapping[str, float]], names: Sequence[str]) -> list[MetricLine]:
+    lines = [MetricLine(name.partition("/")[2] or name, *series(rows, name)) for name in names]
     return [line for line in lines if line.steps]
 
 
-def _phases(rows: Sequence[Mapping[str, float]], names: Sequence[str]) -> list[Line]:
+def _phases(rows: Sequence[Mapping[str, float]], names: Sequence[str]) -> list[MetricLine]:
     """Lines over the same steps; a phase that a step does not have, or whose time is not finite, counts 0 seconds."""
     first = [f"time/{phase}" for phase in PHASES]
     others = sorted(name for name in names if name.startswith("time/") and name not in first)
@@ -125,7 +127,7 @@ def _phases(rows: Sequence[Mapping[str, float]], names: Sequence[str]) -> list[L
     for name, seconds in measured.items():
         values = [seconds.get(step, 0.0) for step in steps]
         if seconds:
-            lines.append(Line(name[5:], steps, [value if math.isfinite(value) else 0.0 for value in values]))
+            lines.append(MetricLine(name[5:], steps, [value if math.isfinite(value) else 0.0 for value in values]))
     return lines
 
 
@@ -179,7 +181,7 @@ def figure_of(count: int) -> tuple[Figure, list[Axes]]:
     return figure, axes[:count]
 
 
-def _draw_panel(axes: Axes, panel: Panel) -> None:
+def _draw_panel(axes: Axes, panel: PlotPanel) -> None:
     if panel.stacked:
         labels = [line.label for line in panel.lines]
         axes.stackplot(panel.lines[0].steps, *(line.values for line in panel.lines), labels=labels, alpha=0.85)

@@ -20,7 +20,7 @@ from engine.plugins.agents.program import ServedProgram, ServedPrograms
 from engine.plugins.agents.rewards import PATH as REWARD_PATH
 from engine.plugins.agents.rewards import read_end
 from engine.plugins.agents.spec import AgentSpec
-from engine.plugins.serve.http import Answer, Call, JsonService, ServiceError
+from engine.plugins.serve.http import JsonService, RouteAnswer, RouteCall, ServiceError
 from engine.store.store import episode_id_of
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ class ServedEpisodes:
         left = total - len(self._done) - len(self._work)
         return {"open": len(self._work), "capacity": self.capacity, "finished": len(self._done), "left": left}
 
-    async def _post(self, call: Call) -> Answer:
+    async def _post(self, call: RouteCall) -> RouteAnswer:
         """Open an episode: of the task `task`, or of the `next` one."""
         call.only("task")
         wanted = call.value.get("task", "next")
@@ -136,12 +136,12 @@ class ServedEpisodes:
             if program.endpoint.done() and not work.done():
                 opened = _Open(program, program.endpoint.result(), work)
                 self._open[episode] = opened
-                return Answer(_shown(episode, opened, call.host), 201)
+                return RouteAnswer(_shown(episode, opened, call.host), 201)
         _, ended = self._ended.get(episode, (None, {}))
         why = ended.get("failure") or {"message": "; ".join(self._runner.faults[-1:]) or "the service is ending"}
         raise ServiceError(500, f"{episode} ended before its program could begin: {why['message']}", "not_opened")
 
-    async def _post_end(self, call: Call) -> Answer:
+    async def _post_end(self, call: RouteCall) -> RouteAnswer:
         """End an episode, with or without a reward; answered when it is stored."""
         call.only("status", "reward")
         status, reward = call.value.get("status", 0), call.value.get("reward")
@@ -157,7 +157,7 @@ class ServedEpisodes:
             raise ServiceError(400, str(error), "bad_reward") from None
         return await self._finish(call, lambda program: program.end(status, written))
 
-    async def _delete(self, call: Call) -> Answer:
+    async def _delete(self, call: RouteCall) -> RouteAnswer:
         """Give an episode up: it fails, with blame `environment`."""
         call.only()
         return await self._finish(call, ServedProgram.abandon)
@@ -167,12 +167,12 @@ class ServedEpisodes:
         opened = self._open.get(names["id"])
         return opened.endpoint.key if opened is not None else self._ended.get(names["id"], (None, {}))[0]
 
-    async def _finish(self, call: Call, end: Callable[[ServedProgram], None]) -> Answer:
+    async def _finish(self, call: RouteCall, end: Callable[[ServedProgram], None]) -> RouteAnswer:
         episode = call.names["id"]
         opened = self._open.get(episode)
         if opened is None:
             if episode in self._ended:
-                return Answer(self._ended[episode][1])
+                return RouteAnswer(self._ended[episode][1])
             state = "it has ended" if episode in self._done else "open it with POST /episodes"
             raise ServiceError(404, f"{episode!r} is not open; {state}", "not_open")
         end(opened.program)
@@ -181,7 +181,7 @@ class ServedEpisodes:
             raise ServiceError(
                 503, f"{episode} was stopped before its end; it begins again when it is opened", "stopped"
             )
-        return Answer(self._ended[episode][1])
+        return RouteAnswer(self._ended[episode][1])
 
     # --- episodes -----------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from pydantic import ValidationError
 
 from engine.errors import BackendError, EngineError, StoreError, TrainError, first_of
 from engine.plugins.serve.group_runs import GroupRuns, ReadyGroup, overridden
-from engine.plugins.serve.http import Answer, Call, JsonService, ServiceError, Stream
+from engine.plugins.serve.http import JsonService, RouteAnswer, RouteCall, ServiceError, Stream
 from engine.plugins.serve.request_log import RequestLog, TakenRequest
 from engine.plugins.serve.wire import ARROW, ArrowWriter, JsonWriter, WireWriter
 from engine.schemas.sections import written
@@ -164,10 +164,10 @@ class GroupService:
             "groups_sent": self._sent,
         }
 
-    async def _weights(self, call: Call) -> Answer:
-        return Answer({"version": self._log.version, "max_staleness": self._runs.max_staleness})
+    async def _weights(self, call: RouteCall) -> RouteAnswer:
+        return RouteAnswer({"version": self._log.version, "max_staleness": self._runs.max_staleness})
 
-    async def _set_weights(self, call: Call) -> Answer:
+    async def _set_weights(self, call: RouteCall) -> RouteAnswer:
         """The trainer tells that the servers have weights of `version` from now on."""
         call.only("version")
         version = _whole(call.value, "version", 0, None)
@@ -187,7 +187,7 @@ class GroupService:
             self._runs.cancel_stale()
         return await self._weights(call)
 
-    async def _cancel(self, call: Call) -> Answer:
+    async def _cancel(self, call: RouteCall) -> RouteAnswer:
         call.only("id")
         name = _name(call.value)
         if name not in self._log.requests:
@@ -197,9 +197,9 @@ class GroupService:
         if (opened := self._open.get(name)) is not None:
             opened.end(cancelled=True)
             await opened.done.wait()
-        return Answer({"id": name, "cancelled": True})
+        return RouteAnswer({"id": name, "cancelled": True})
 
-    async def _post(self, call: Call) -> Stream:
+    async def _post(self, call: RouteCall) -> Stream:
         """Run groups, and send each when it is finished."""
         call.only("id", "tasks", "count", "samples", "version", "sampling", "trainer", "skip")
         if self._closing:

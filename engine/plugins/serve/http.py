@@ -31,7 +31,7 @@ from engine.storable import refusal, valid_text, words_of
 from engine.terminal import brief
 
 if TYPE_CHECKING:
-    from engine.plugins.agents.connection import Connection, Head
+    from engine.plugins.agents.connection import ProgramConnection, RequestHead
 
 log = Seldom(structlog.get_logger(__name__))
 
@@ -54,7 +54,7 @@ class ServiceError(Exception):
         self.status, self.message, self.code, self.retry_after = status, brief(message), code, retry_after
 
 
-class Call(Struct, frozen=True):
+class RouteCall(Struct, frozen=True):
     """One request to a route."""
 
     value: Mapping[str, Any]
@@ -74,7 +74,7 @@ class Call(Struct, frozen=True):
             raise ServiceError(400, f"unknown key `{other[:80]}`; known keys: {names}", "unknown_key")
 
 
-class Answer(Struct, frozen=True):
+class RouteAnswer(Struct, frozen=True):
     """The answer of a route."""
 
     value: Any
@@ -91,7 +91,7 @@ class Stream(Struct, frozen=True):
     """Closed when the reader has gone."""
 
 
-Handler = Callable[[Call], Awaitable[Answer | Stream]]
+Handler = Callable[[RouteCall], Awaitable[RouteAnswer | Stream]]
 Keys = Callable[[Mapping[str, str]], str | None]
 """A key that a route takes besides the service's token, by the parts of its path."""
 
@@ -131,7 +131,7 @@ class JsonService:
         pattern = re.sub(r"\{(\w+)\}", r"(?P<\1>[^/]+)", path)
         self._routes.append(_Route(method, re.compile(pattern), handler, keys, public))
 
-    async def answer(self, head: Head, connection: Connection) -> bool:
+    async def answer(self, head: RequestHead, connection: ProgramConnection) -> bool:
         """Answer a request. Returns False, and reads and sends nothing, if no route has its path."""
         matches = [(route, found) for route in self._routes if (found := route.pattern.fullmatch(head.path))]
         if not matches:
@@ -157,8 +157,8 @@ class JsonService:
         return True
 
     async def _made(
-        self, matches: Sequence[tuple[_Route, re.Match[str]]], head: Head, connection: Connection
-    ) -> Answer | Stream:
+        self, matches: Sequence[tuple[_Route, re.Match[str]]], head: RequestHead, connection: ProgramConnection
+    ) -> RouteAnswer | Stream:
         """Check the token, read the body, and call the route.
 
         Raises:
@@ -181,12 +181,12 @@ class JsonService:
         if not route.public:
             value = _read(await connection.body(MAX_BODY))
         headers = head.headers
-        return await route.handler(Call(value, headers.get("host", ""), names, headers.get("accept", "")))
+        return await route.handler(RouteCall(value, headers.get("host", ""), names, headers.get("accept", "")))
 
-    async def _healthy(self, call: Call) -> Answer:
-        return Answer({"status": "ok", **self._health()})
+    async def _healthy(self, call: RouteCall) -> RouteAnswer:
+        return RouteAnswer({"status": "ok", **self._health()})
 
-    async def _send(self, stream: Stream, connection: Connection) -> None:
+    async def _send(self, stream: Stream, connection: ProgramConnection) -> None:
         """Send a stream part by part, and close it when its reader has gone.
 
         Raises:

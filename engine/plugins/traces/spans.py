@@ -93,7 +93,7 @@ class SpanBuilder:
         end = max((_ns(entry.at + entry.seconds) for entry in journal), default=begin)
         root = self._start(f"invoke_agent {self._agent}", None, begin, self._episode_attributes(trajectory))
         inside = set_span_in_context(root)
-        replies = Replies(trajectory) if self._content else None
+        replies = SpanReplies(trajectory) if self._content else None
         turn, place, turn_end = -1, inside, begin
         open_turn: Span | None = None
         for entry in journal:
@@ -127,7 +127,7 @@ class SpanBuilder:
         root: Span,
         trajectory: Trajectory,
         turn: int,
-        replies: Replies | None,
+        replies: SpanReplies | None,
     ) -> None:
         """Make the spans of one journal entry."""
         begin, end, record = _ns(entry.at), _ns(entry.at + entry.seconds), entry.record
@@ -307,7 +307,7 @@ def result_json(result: ToolResult) -> str:
     return _json(content if isinstance(content, str) else [part.model_dump(mode="json") for part in content])
 
 
-class Replies:
+class SpanReplies:
     """The replies of an episode, and the messages that the model got before each.
 
     Args:

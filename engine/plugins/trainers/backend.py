@@ -32,7 +32,7 @@ PER_REPLY = ("max_new_tokens", "stop_token_ids")
 
 
 @dataclass(frozen=True, slots=True)
-class Sampled:
+class TrainerReply:
     """What a trainer's sampler replied."""
 
     ids: Sequence[int]
@@ -82,7 +82,7 @@ class TrainerBackend(Backend):
         raise BackendError("this backend is made inside a trainer, by its adapter", kind="wrong_backend")
 
     @abstractmethod
-    async def sample(self, request: GenerateRequest) -> Sampled:
+    async def sample(self, request: GenerateRequest) -> TrainerReply:
         """Ask the trainer's sampler for one reply. Any exception of the trainer may be raised."""
 
     async def generate(self, request: GenerateRequest) -> Generation:
@@ -127,7 +127,7 @@ class TrainerBackend(Backend):
             routed_experts=self._experts(reply, request, length + len(ids) - 1),
         )
 
-    def _experts(self, found: Sampled, request: GenerateRequest, end: int) -> np.ndarray | None:
+    def _experts(self, found: TrainerReply, request: GenerateRequest, end: int) -> np.ndarray | None:
         if request.experts_from is None or self.layout is None:
             return None
         if found.experts is None or len(found.experts) < end:
@@ -177,7 +177,7 @@ def unsupported(sampling: SamplingParams, names: Collection[str]) -> list[str]:
     return [name for name in values if name not in (*names, *PER_REPLY)]
 
 
-def _finish(ids: np.ndarray, found: Sampled, request: GenerateRequest) -> FinishReason:
+def _finish(ids: np.ndarray, found: TrainerReply, request: GenerateRequest) -> FinishReason:
     if int(ids[-1]) in request.stop_token_ids:
         return FinishReason(type="stop", matched=int(ids[-1]))
     return FinishReason(type="length" if found.cut else "stop")

@@ -32,7 +32,7 @@ class Carried(Struct, frozen=True):
     """By what it is carried, what is lost, or why it is refused."""
 
 
-class Trainer(Struct, frozen=True):
+class TrainerTable(Struct, frozen=True):
     """One trainer."""
 
     title: str
@@ -61,14 +61,16 @@ class Trainer(Struct, frozen=True):
 _TABLE: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 THINGS: Mapping[str, str] = _TABLE["things"]
 """The things that a spec may use, in the order of the table."""
-TRAINERS: Mapping[str, Trainer] = {
-    name: Trainer(**values | {"things": {thing: Carried(*how.popitem()) for thing, how in values["things"].items()}})
+TRAINERS: Mapping[str, TrainerTable] = {
+    name: TrainerTable(
+        **values | {"things": {thing: Carried(*how.popitem()) for thing, how in values["things"].items()}}
+    )
     for name, values in _TABLE["trainers"].items()
 }
 """The trainers by the name that `--trainer` takes."""
 
 
-def __getattr__(name: str) -> Trainer:
+def __getattr__(name: str) -> TrainerTable:
     """A trainer by its name in capitals: what the entry points of the point `trainers` name."""
     if name.isupper() and name.lower() in TRAINERS:
         return TRAINERS[name.lower()]

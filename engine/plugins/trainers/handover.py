@@ -73,7 +73,7 @@ class HandedRow(Struct, frozen=True, eq=False):
         return cls([token], [token], [0], [0.0], np.zeros(1, np.float32))
 
 
-class Sums(Struct, frozen=True):
+class BatchSums(Struct, frozen=True):
     """The sums of a batch."""
 
     tokens: int
@@ -87,7 +87,7 @@ class Sums(Struct, frozen=True):
     place or row."""
 
     @classmethod
-    def of_rows(cls, rows: Sequence[HandedRow], pixels: Pixels | None = None) -> Sums:
+    def of_rows(cls, rows: Sequence[HandedRow], pixels: Pixels | None = None) -> BatchSums:
         """The sums of what the engine hands over. `pixels`: None for a model without images."""
         return cls(
             sum(len(row.prompt_ids) + len(row.completion_ids) for row in rows),
@@ -97,16 +97,16 @@ class Sums(Struct, frozen=True):
         )
 
     @classmethod
-    def of_tensors(cls, tokens: int, mask: torch.Tensor, advantages: torch.Tensor, images: int = 0) -> Sums:
+    def of_tensors(cls, tokens: int, mask: torch.Tensor, advantages: torch.Tensor, images: int = 0) -> BatchSums:
         """The sums of a trainer's batch, from its tokens without padding, and mask and advantages of one shape."""
         return cls(tokens, int(mask.sum()), float((advantages.double().abs() * mask).sum()), images)
 
     @classmethod
-    def total(cls, parts: Iterable[Sums]) -> Sums:
+    def total(cls, parts: Iterable[BatchSums]) -> BatchSums:
         """The sums of several batches together."""
         return cls(*map(sum, zip((0, 0, 0.0, 0), *map(msgspec.structs.astuple, parts), strict=True)))
 
-    def check(self, theirs: Sums, trainer: str, changes: str) -> None:
+    def check(self, theirs: BatchSums, trainer: str, changes: str) -> None:
         """Compare the engine's sums with those of what a trainer's loss reads. `changes`: what may have changed them.
 
         Raises:

@@ -48,7 +48,7 @@ def buckets(weights: Mapping[str, torch.Tensor], most: int = BUCKET_BYTES) -> It
         yield piece
 
 
-class SharedBuffer:
+class SharedBlock:
     """A block of shared memory that holds one bucket at a time. It is freed when the object is deleted.
 
     All readers must be done with a bucket before the next one is written.

@@ -35,7 +35,7 @@ from engine.plugins.weights.server_pushes import (
     through_outages,
     with_retry,
 )
-from engine.plugins.weights.shared_tensors import DeviceBuffer, SharedBuffer, buckets, buffer_bytes
+from engine.plugins.weights.shared_tensors import DeviceBuffer, SharedBlock, buckets, buffer_bytes
 from engine.plugins.weights.sync_collective import CollectiveSync
 from engine.train.sync import Pushed, tensor_bytes
 
@@ -174,11 +174,11 @@ class TensorSync:
         paused = await push_loads(self._backend, loads, version, source=source, mode=self._mode, again=False)
         return Pushed(bytes=tensor_bytes(weights.values()), pause_seconds=paused)
 
-    def _buffer(self, server: Server, facts: dict[str, Any], policy: Policy, size: int) -> DeviceBuffer | SharedBuffer:
+    def _buffer(self, server: Server, facts: dict[str, Any], policy: Policy, size: int) -> DeviceBuffer | SharedBlock:
         gpu = _only_gpu(policy)
         same = gpu is not None and facts.get("device") == "cuda" and gpu in self._gpus.get(server.url, ())
         log.debug("weights are sent", server=server.url, through="CUDA IPC" if same else "shared memory")
-        return DeviceBuffer(policy.device) if same else SharedBuffer(size)
+        return DeviceBuffer(policy.device) if same else SharedBlock(size)
 
 
 def _launched_gpus(launch: LaunchSpec | None, backend: SGLangBackend) -> dict[str, list[int]]:

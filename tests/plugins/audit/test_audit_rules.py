@@ -16,7 +16,7 @@ from slow_cases import slow_but
 from engine.errors import AuditError, RenderError
 from engine.plugins.audit.audit import audit
 from engine.plugins.audit.examine import TemplateMarks
-from engine.plugins.audit.findings import Report, RowFinding
+from engine.plugins.audit.findings import AuditReport, RowFinding
 from engine.plugins.audit.rows import ForeignRow
 from engine.schemas.generation import FinishReason, Generation
 from engine.schemas.message import Message
@@ -77,7 +77,7 @@ def from_parts(form: ChatTemplate, *parts: tuple[str, int], **keys: Any) -> Fore
     return replace(row, **keys)
 
 
-def found(report: Report) -> list[tuple[str, str, int | None]]:
+def found(report: AuditReport) -> list[tuple[str, str, int | None]]:
     return [(finding.rule, finding.severity, finding.token) for finding in report.findings]
 
 

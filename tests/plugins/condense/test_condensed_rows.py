@@ -11,7 +11,7 @@ import pytest
 from book_kit import call
 from sft_columns import sft_columns
 
-from engine.plugins.datasets.sft_rows import Selection
+from engine.plugins.datasets.sft_rows import ExportedTurns
 from engine.schemas.message import Message
 from engine.store.shown_messages import shown_messages
 
@@ -47,7 +47,7 @@ async def test_messages_are_what_the_model_was_shown(play: Any, condense: dict[s
     trajectory = ran.only
     assert trajectory.condensations
     schemas = ran.runner._object_builder.shared_toolbox.schemas
-    rows = list(sft_columns(ran.store, Selection()))
+    rows = list(sft_columns(ran.store, ExportedTurns()))
     assert len(rows) == len(trajectory.branches) > 1
     trained: Counter[int] = Counter()
     for row, branch in zip(rows, trajectory.branches, strict=True):

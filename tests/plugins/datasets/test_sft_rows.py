@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from engine.cli.main import app
 from engine.errors import StoreError
-from engine.plugins.datasets.sft_rows import Selection
+from engine.plugins.datasets.sft_rows import ExportedTurns
 from engine.schemas.message import Message
 from engine.store.episode_filter import EPISODE_VARIABLES, TURN_VARIABLES, EpisodeFilter
 
@@ -38,12 +38,12 @@ def plain(message: Message) -> tuple[str, str, list[str]]:
 
 async def test_turns_are_chosen_by_an_expression(play: Any) -> None:
     ran = await play([*map(call, range(3)), "done"])
-    selection = Selection()
+    selection = ExportedTurns()
     selection.turn = EpisodeFilter(ran.store, 'turn.index > 0 && turn.event == "tool_calls"', "--turns", TURN_VARIABLES)
     (row,) = sft_columns(ran.store, selection)
     assert sorted(set(row["turn_ids"][row["loss_mask"] == 1].tolist())) == [1, 2]
     assert [turn for turn in row["message_turns"] if turn >= 0] == [1, 2]
-    selection = Selection(turn=lambda episode, turn: False)
+    selection = ExportedTurns(turn=lambda episode, turn: False)
     assert list(sft_columns(ran.store, selection)) == []
     assert selection.summary() == ["left out: 1 rows without a chosen turn"]
 
@@ -51,7 +51,7 @@ async def test_turns_are_chosen_by_an_expression(play: Any) -> None:
 async def test_copies_are_left_out(play: Any) -> None:
     rollout = {"samples_per_task": 4, "seed": 0}
     ran = await play([call(1), "done"], rollout=rollout)
-    selection = Selection()
+    selection = ExportedTurns()
     rows = list(sft_columns(ran.store, selection))
     assert [row["episode_id"] for row in rows] == ["a/0"]
     assert (selection.episodes, selection.summary()) == (1, ["left out: 3 copies of other rows"])
@@ -113,7 +113,7 @@ async def test_a_wrong_filter_is_refused_with_its_place(play: Any, expression: s
 
 async def test_a_failure_of_others_is_left_out(play: Any) -> None:
     ran = await play([call(1), {"error": "gone"}, "done"])
-    selection = Selection()
+    selection = ExportedTurns()
     assert [np.sum(row["loss_mask"]) for row in sft_columns(ran.store, selection)] == []
     assert selection.summary() == ["left out: 1 episodes with a failure of blame backend"]
 
@@ -126,14 +126,14 @@ async def test_a_backend_without_ids_gives_messages(play: Any, monkeypatch: pyte
     branches = [replace(each, loss_mask=np.zeros_like(each.loss_mask)) for each in given.branches]
     found = replace(given, turns=turns, branches=branches, outcome=replace(given.outcome, trainable=False))
     monkeypatch.setattr(ran.store, "trajectories", lambda score=None: iter([found]))
-    (row,) = sft_columns(ran.store, Selection())
+    (row,) = sft_columns(ran.store, ExportedTurns())
     assert "input_ids" not in row
     assert row["message_turns"] == [-1, -1, -1, 0, -1, 1]
     assert row["messages"][3]["tool_calls"] == [
         {"type": "function", "id": "call_0_0", "function": {"name": "read", "arguments": '{"page":1}'}}
     ]
     found = replace(found, turns=[replace(turns[0], event="malformed"), turns[1]])
-    (row,) = sft_columns(ran.store, Selection())
+    (row,) = sft_columns(ran.store, ExportedTurns())
     assert row["message_turns"] == [-1, -1, -1, -1, -1, 1]
 
 

@@ -16,11 +16,11 @@ from written_specs import save_spec
 
 from engine.cli.main import app
 from engine.plugins.doctor.examine import GIB, Examined, check
-from engine.plugins.doctor.facts import Gpu, Machine, SGLangInstall, cudnn_release, release, sglang_of
+from engine.plugins.doctor.facts import Gpu, MachineFacts, SGLangInstall, cudnn_release, release, sglang_of
 from engine.spec.load import load_spec
 
 H200 = Gpu("NVIDIA H200", 139 * GIB, 138 * GIB)
-GOOD = Machine(
+GOOD = MachineFacts(
     python=(3, 12),
     cpus=16,
     torch="2.13.0+cu130",
@@ -50,7 +50,7 @@ def spec(tmp_path: Path, **changes: Any) -> Any:
 
 
 def problems(
-    machine: Machine, loaded: Any = None, sglang: SGLangInstall | None = None, size: int | None = None
+    machine: MachineFacts, loaded: Any = None, sglang: SGLangInstall | None = None, size: int | None = None
 ) -> list[str]:
     found = check(Examined(machine, loaded, sglang, size))
     assert all(bool(finding.fix) == (finding.level != "ok") for finding in found), found

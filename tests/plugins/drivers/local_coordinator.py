@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from engine.plugins.drivers.leases import Answer, Lease, Leases
+from engine.plugins.drivers.leases import Lease, LeaseAnswer, Leases
 from engine.plugins.drivers.session import Report
 
 
@@ -26,7 +26,7 @@ class Here:
 
     async def call(
         self, slot: int, number: int, wanted: int, done: Sequence[int], faulty: Sequence[int], report: Report
-    ) -> tuple[Answer, bool, str | None]:
+    ) -> tuple[LeaseAnswer, bool, str | None]:
         self.reports[slot] = report
         answer = self.leases.call(slot, number, wanted, done, faulty)
         return answer, self.stop_at is not None and self.leases.counts.done >= self.stop_at, self.whole

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from engine.errors import StoreError
-from engine.plugins.drivers.leases import Answer, Counts, Leases
+from engine.plugins.drivers.leases import Counts, LeaseAnswer, Leases
 
 
 class Clock:
@@ -31,8 +31,8 @@ def test_groups_are_leased_in_order_and_never_twice(tmp_path: Path, clock: Clock
     leases = opened(tmp_path, clock)
     assert leases.join(0, "a", []) == ("0", [])
     assert leases.join(1, "a", ["0"]) == ("1", [])
-    assert leases.call(0, 1, 2) == Answer(word="run", leases=((0, 0), (1, 0)))
-    assert leases.call(1, 1, 2) == Answer(word="run", leases=((2, 0), (3, 0)))
+    assert leases.call(0, 1, 2) == LeaseAnswer(word="run", leases=((0, 0), (1, 0)))
+    assert leases.call(1, 1, 2) == LeaseAnswer(word="run", leases=((2, 0), (3, 0)))
     assert leases.counts == Counts(free=6, leased=4, done=0, faulty=0)
 
 
@@ -52,7 +52,7 @@ def test_a_call_that_is_repeated_gets_the_same_answer_also_from_a_new_coordinato
     first = leases.call(0, 2, 1, done=[0])
     leases.close()
     again = opened(tmp_path, clock)
-    assert again.call(0, 2, 1, done=[0]) == first == Answer(word="run", leases=((2, 0),))
+    assert again.call(0, 2, 1, done=[0]) == first == LeaseAnswer(word="run", leases=((2, 0),))
     assert again.counts == Counts(free=7, leased=2, done=1, faulty=0)
 
 
@@ -83,7 +83,7 @@ def test_a_silent_driver_loses_its_leases_and_is_told_so(tmp_path: Path, clock: 
     clock.now = 70.0
     assert leases.expire(before=10.0) == [0]
     assert leases.call(1, 2, 2).leases == ((0, 1), (1, 1))
-    assert leases.call(0, 2, 1, done=[0]) == Answer(word="rejoin")
+    assert leases.call(0, 2, 1, done=[0]) == LeaseAnswer(word="rejoin")
     assert leases.counts.done == 0
     assert leases.join(0, "a", ["0"]) == ("0", [])
 
@@ -93,10 +93,10 @@ def test_the_run_is_over_when_every_group_is_done_or_faulty(tmp_path: Path, cloc
     leases.join(0, "a", [])
     leases.join(1, "a", [])
     assert leases.call(0, 1, 1).leases == ((0, 0),)
-    assert leases.call(1, 1, 5) == Answer(word="run", leases=((1, 0),))
-    assert leases.call(0, 2, 5, done=[0]) == Answer(word="run")  # the other driver may still lose its group
-    assert leases.call(1, 2, 5, faulty=[1]) == Answer(word="over")
-    assert leases.call(0, 3, 5) == Answer(word="over")
+    assert leases.call(1, 1, 5) == LeaseAnswer(word="run", leases=((1, 0),))
+    assert leases.call(0, 2, 5, done=[0]) == LeaseAnswer(word="run")  # the other driver may still lose its group
+    assert leases.call(1, 2, 5, faulty=[1]) == LeaseAnswer(word="over")
+    assert leases.call(0, 3, 5) == LeaseAnswer(word="over")
 
 
 def test_a_resume_frees_what_nobody_holds_and_what_cannot_be_read(tmp_path: Path, clock: Clock) -> None:

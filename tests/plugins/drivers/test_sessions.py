@@ -16,7 +16,7 @@ from written_specs import save_spec, scripted_spec
 
 from engine.plugins.drivers.actors import Coordinator
 from engine.plugins.drivers.feed import Feed
-from engine.plugins.drivers.leases import Answer, Leases
+from engine.plugins.drivers.leases import LeaseAnswer, Leases
 from engine.plugins.drivers.run import prepare_leases, summary_of
 from engine.plugins.drivers.session import Setup, machine_id, of_driver, run_driver, share_of
 from engine.plugins.drivers.shards import create_shards
@@ -171,9 +171,13 @@ async def test_a_feed_reports_a_group_after_its_rows_are_published(tmp_path: Pat
     tasks = [Task(id="a", index=0, fields={}), Task(id="b", index=1, fields={})]
     told: list[tuple[str, Any]] = []
 
-    async def call(number: int, wanted: int, done: Sequence[int], faulty: Sequence[int]) -> Answer:
+    async def call(number: int, wanted: int, done: Sequence[int], faulty: Sequence[int]) -> LeaseAnswer:
         told.append(("call", (list(done), list(faulty))))
-        return Answer(word="run", leases=((0, 2), (1, 0))) if number == 1 else Answer(word="over" if done else "run")
+        return (
+            LeaseAnswer(word="run", leases=((0, 2), (1, 0)))
+            if number == 1
+            else LeaseAnswer(word="over" if done else "run")
+        )
 
     def publish(task_ids: list[str]) -> None:
         told.append(("publish", task_ids))

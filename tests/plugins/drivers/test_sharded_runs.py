@@ -17,7 +17,7 @@ from command_line import engine_here
 from written_specs import save_spec
 
 from engine.backends.registry import open_backend
-from engine.plugins.drivers.places import Place
+from engine.plugins.drivers.places import ShardPlace
 from engine.plugins.drivers.publisher import Publisher
 from engine.plugins.drivers.sharded import note_status
 from engine.plugins.drivers.shards import create_shards, list_parts
@@ -103,7 +103,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer_dir: Path) -> 
     made = Runs(folder, one, many)
     url = create_shards(many, header, made.forms["url"])
     for file in Path(place).iterdir():  # the URL has what the folder has
-        Place(url).put(file, file.name)
+        ShardPlace(url).put(file, file.name)
     create_shards(many, header)
     return made
 
@@ -135,7 +135,7 @@ ENDED = ("started", "ended", "seconds", "run")
 
 
 def test_duplicates_are_there(runs: Runs) -> None:
-    parts = [part.name for part in list_parts(Place(runs.forms["url"]))]
+    parts = [part.name for part in list_parts(ShardPlace(runs.forms["url"]))]
     assert parts == ["part-0-000000", "part-0-000001", "part-1-000000", "part-1-000001"]
     told = [pq.read_table(runs.many / "shards" / f"{name}.parquet").column("task_id").to_pylist() for name in parts]
     assert [set(each) for each in told] == [{f"sum-0-000{task}"} for task in (0, 1, 1, 2)]

@@ -11,7 +11,7 @@ from journals import write_entries, write_result
 from store_kit import make_entry, make_header, make_task, make_trajectory, plain
 
 from engine.errors import StoreError
-from engine.plugins.drivers.places import Place
+from engine.plugins.drivers.places import ShardPlace
 from engine.plugins.drivers.publisher import Publisher
 from engine.plugins.drivers.shards import Part, create_shards, list_parts, read_header, shards_of
 from engine.store import RunStore
@@ -121,7 +121,7 @@ async def test_a_restarted_driver_goes_on_with_the_next_part(run: Path) -> None:
         assert third.ready() == ["t1", "t2"]
         assert third.publish(["t1"]) == "part-0-000002"
         assert third.ready() == ["t2"]
-    assert list_parts(Place(run / "shards")) == [
+    assert list_parts(ShardPlace(run / "shards")) == [
         Part(driver="0", number=0),
         Part(driver="0", number=1),
         Part(driver="0", number=2),
@@ -132,16 +132,16 @@ async def test_a_part_without_its_last_file_does_not_exist(run: Path, monkeypatc
     with RunStore.create(run / "drivers", HEADER, name="0") as store:
         await finish(store, 0, 0)
         publisher = Publisher(store.folder, str(run / "shards"), "0")
-        put = Place.put
+        put = ShardPlace.put
         monkeypatch.setattr(
-            Place, "put", lambda self, file, name: put(self, file, name) if name.endswith(".db") else 1 / 0
+            ShardPlace, "put", lambda self, file, name: put(self, file, name) if name.endswith(".db") else 1 / 0
         )
         with pytest.raises(ZeroDivisionError):
             publisher.publish(["t0"])
-        assert list_parts(Place(run / "shards")) == []
+        assert list_parts(ShardPlace(run / "shards")) == []
         monkeypatch.undo()
         assert publisher.publish(["t0"]) == "part-0-000000"
-        assert list_parts(Place(run / "shards")) == [Part(driver="0", number=0)]
+        assert list_parts(ShardPlace(run / "shards")) == [Part(driver="0", number=0)]
 
 
 def test_a_missing_shard_is_named(run: Path) -> None:
@@ -150,11 +150,11 @@ def test_a_missing_shard_is_named(run: Path) -> None:
     with pytest.raises(
         StoreError, match=r"shard part-3b-000001 is missing in .*/shards: there is no episodes-3b-000001.parquet"
     ):
-        list_parts(Place(run / "shards"))
+        list_parts(ShardPlace(run / "shards"))
 
 
 def test_the_place_of_shards_is_of_one_run_and_one_version(run: Path, tmp_path: Path) -> None:
-    assert read_header(Place(run / "shards")) == HEADER
+    assert read_header(ShardPlace(run / "shards")) == HEADER
     other = make_header("other-20260101-000000-abcd")
     with pytest.raises(
         StoreError, match=f"has the shards of run {HEADER.run_id}; give run {other.run_id} a place of its own"
@@ -172,13 +172,13 @@ def test_the_place_of_shards_is_of_one_run_and_one_version(run: Path, tmp_path: 
 
 def test_a_url_that_cannot_be_opened_says_what_to_install_or_check() -> None:
     with pytest.raises(StoreError, match="cannot open nothing://x"):
-        Place("nothing://x")
+        ShardPlace("nothing://x")
 
 
 def test_a_file_system_of_fsspec_is_a_place(tmp_path: Path) -> None:
     file = tmp_path / "a"
     file.write_bytes(b"one")
-    place = Place("memory://shards-of-a-test/run")
+    place = ShardPlace("memory://shards-of-a-test/run")
     assert place.names() == []
     place.put(file, "a")
     place.put(file, "b")

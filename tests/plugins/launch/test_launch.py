@@ -15,7 +15,7 @@ from waiting import process_runs, until, wait_until
 
 from engine.errors import BackendError
 from engine.plugins.launch.commands import sglang_servers
-from engine.plugins.launch.servers import LaunchedServers, ServerCommand
+from engine.plugins.launch.servers import ServerCommand, ServerProcesses
 from engine.plugins.lora.spec import LoraSpec
 from engine.plugins.sglang.spec import SGLangBackendSpec
 from engine.schemas.backend import LaunchSpec
@@ -39,8 +39,8 @@ def command(code: str = SERVER, gpus: tuple[int, ...] = ()) -> ServerCommand:
     return ServerCommand(lambda port: [sys.executable, "-c", code, str(port)], {}, gpus)
 
 
-def servers(*commands: ServerCommand, ready_timeout: float = 60, restarts: int = 3) -> LaunchedServers:
-    return LaunchedServers(commands or [command()], ready_timeout=ready_timeout, restarts=restarts)
+def servers(*commands: ServerCommand, ready_timeout: float = 60, restarts: int = 3) -> ServerProcesses:
+    return ServerProcesses(commands or [command()], ready_timeout=ready_timeout, restarts=restarts)
 
 
 def pids(folder: Path, number: int = 0) -> list[tuple[int, int]]:

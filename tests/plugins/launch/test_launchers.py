@@ -12,7 +12,7 @@ from engine.backends.servers.launched import launched_servers
 from engine.errors import BackendError
 from engine.known_plugins import KNOWN
 from engine.plugin import installed
-from engine.plugins.launch.servers import LaunchedServers
+from engine.plugins.launch.servers import ServerProcesses
 from engine.schemas.backend import ServersSpec
 from engine.schemas.sections import used_plugins
 from engine.spec.load import LoadedSpec, load_spec
@@ -29,7 +29,7 @@ def test_each_kind_has_its_launcher(kind: str, tmp_path: Path, tiny_tokenizer_di
     loaded = loaded_with(tmp_path, tiny_tokenizer_dir, kind=kind, launch={"gpus": [0, 1]})
     assert isinstance(loaded.spec.backend, ServersSpec)
     servers = launched_servers(loaded.spec.backend, loaded)
-    assert isinstance(servers, LaunchedServers)
+    assert isinstance(servers, ServerProcesses)
     assert len(servers.urls) == 2
     assert "launch" in used_plugins(loaded.spec)
 

@@ -13,7 +13,7 @@ from generate_requests import generate_request
 from engine.errors import BackendError
 from engine.plugins.local.backend import LocalBackend
 from engine.plugins.local.kv import Tile
-from engine.plugins.local.load import PackedModel
+from engine.plugins.local.load import BatchedModel
 from engine.plugins.local.spec import LocalBackendSpec
 from engine.schemas.generation import GenerateRequest, Generation, SamplingParams
 
@@ -115,4 +115,4 @@ def test_a_machine_whose_products_depend_on_the_place_is_refused(
     with pytest.raises(
         BackendError, match=r"`backend.deterministic: true`: on cpu a token's logits depend on its position"
     ):
-        PackedModel(tiny_model_dir, torch.device("cpu"), torch.float32, 4, repeatable=True)
+        BatchedModel(tiny_model_dir, torch.device("cpu"), torch.float32, 4, repeatable=True)

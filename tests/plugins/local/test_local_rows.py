@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.backends.stops import StopStrings
-from engine.plugins.local.kv import Chunk, KVRows, Plan
-from engine.plugins.local.rows import PendingReply, Row, RowTable, common_prefix
+from engine.plugins.local.kv import KVRows, Plan, RowChunk
+from engine.plugins.local.rows import CacheRow, PendingReply, RowTable, common_prefix
 from engine.plugins.local.sampler import SamplingState
 
 CPU = torch.device("cpu")
@@ -39,15 +39,15 @@ class Cached:
         self.store = KVRows(1, rows)
         self.table = RowTable(self.store, rows, stash_bytes)
 
-    def compute(self, row: Row) -> None:
+    def compute(self, row: CacheRow) -> None:
         """What a forward pass does, up to the newest token."""
         new = row.known[row.cached :].tolist()
         self.store.reserve(row.length)
         states = torch.tensor(new, dtype=torch.float32)[None, None, :, None].expand(1, HEADS, len(new), WIDTH)
-        self.store.write(0, states, -states, Plan([Chunk(row=row.index, ids=new, past=row.cached)], CPU))
+        self.store.write(0, states, -states, Plan([RowChunk(row=row.index, ids=new, past=row.cached)], CPU))
         row.cached = row.length
 
-    def check(self, row: Row) -> None:
+    def check(self, row: CacheRow) -> None:
         """The cache holds this row's tokens."""
         if row.cached:
             assert self.store.keys is not None
@@ -154,7 +154,7 @@ def test_whatever_is_reused_is_what_the_prompt_says(
 
 
 def test_version_spans_cover_a_reply(loop: Any) -> None:
-    row = Row(0)
+    row = CacheRow(0)
     row.begin(pending(loop, [1, 2], "a"), 0, 1)
     for version in (4, 4, 6):
         row.push(9, -0.5, version)

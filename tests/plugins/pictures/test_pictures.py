@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from engine.machine.presets import PRESETS
 from engine.plugins.pictures.draw import svg
-from engine.plugins.pictures.graph import ANY_STATE, Edge, Line, mermaid, picture
+from engine.plugins.pictures.graph import ANY_STATE, DrawnEdge, EdgeLine, mermaid, picture
 from engine.schemas.machine import MachineSpec, StateSpec, TransitionSpec
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -90,14 +90,14 @@ COUNTS = {
 
 def test_counts_stand_beside_their_events() -> None:
     edges = {(edge.source, edge.dest): edge for edge in picture(DEFAULT, COUNTS, EVENTS).edges}
-    assert edges["PENDING", "GENERATING"].lines == (Line(event="ready", guard=None, count=8),)
+    assert edges["PENDING", "GENERATING"].lines == (EdgeLine(event="ready", guard=None, count=8),)
     assert edges["GENERATING", "AWAITING_USER_FEEDBACK"].lines == (
-        Line(event="malformed", guard=None, count=0),
-        Line(event="answered", guard="turns.user < limits.user_turns", count=5),
+        EdgeLine(event="malformed", guard=None, count=0),
+        EdgeLine(event="answered", guard="turns.user < limits.user_turns", count=5),
     )
     assert edges[ANY_STATE, "DONE"].lines == (
-        Line(event="limit", guard=None, count=0),
-        Line(event="failed", guard=None, count=4),
+        EdgeLine(event="limit", guard=None, count=0),
+        EdgeLine(event="failed", guard=None, count=4),
     )
     assert edges["AWAITING_TOOL", "GENERATING"].count == 0
     assert edges["GENERATING", "DONE"].count == 2
@@ -109,23 +109,29 @@ def test_without_counts_there_are_none() -> None:
 
 
 def test_an_event_from_any_state_is_drawn_where_it_can_come() -> None:
-    assert picture(DEFAULT).edges[-1] == Edge(
+    assert picture(DEFAULT).edges[-1] == DrawnEdge(
         source=ANY_STATE,
         dest="DONE",
-        lines=tuple(Line(event=event, guard=None, count=None) for event in ("limit", "failed", "truncated", "aborted")),
+        lines=tuple(
+            EdgeLine(event=event, guard=None, count=None) for event in ("limit", "failed", "truncated", "aborted")
+        ),
     )
     known = picture(DEFAULT, events=EVENTS).edges
     assert [edge for edge in known if edge.dest == "DONE"] == [
-        Edge(
+        DrawnEdge(
             source="GENERATING",
             dest="DONE",
-            lines=tuple(Line(event=event, guard=None, count=None) for event in ("answered", "truncated", "aborted")),
+            lines=tuple(
+                EdgeLine(event=event, guard=None, count=None) for event in ("answered", "truncated", "aborted")
+            ),
         ),
-        Edge(source="AWAITING_USER_FEEDBACK", dest="DONE", lines=(Line(event="satisfied", guard=None, count=None),)),
-        Edge(
+        DrawnEdge(
+            source="AWAITING_USER_FEEDBACK", dest="DONE", lines=(EdgeLine(event="satisfied", guard=None, count=None),)
+        ),
+        DrawnEdge(
             source=ANY_STATE,
             dest="DONE",
-            lines=(Line(event="limit", guard=None, count=None), Line(event="failed", guard=None, count=None)),
+            lines=(EdgeLine(event="limit", guard=None, count=None), EdgeLine(event="failed", guard=None, count=None)),
         ),
     ]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from engine.plugins.plots.plots import Line, Panel, draw, panels
+from engine.plugins.plots.plots import MetricLine, PlotPanel, draw, panels
 from engine.train.metrics import MetricsLog
 
 
@@ -17,9 +17,11 @@ def test_rewards_are_drawn_whole_by_name_and_by_turn() -> None:
         {"step": 2, "reward/mean": 0.75, "episode/solved": 0.25},
     ]
     assert panels(rows)["reward"] == [
-        Panel("mean reward of a batch", [Line("mean", [1, 2], [0.5, 0.75]), Line("solved", [2], [0.25])]),
-        Panel("reward by name", [Line("format", [1], [3.0])]),
-        Panel("reward by turn", [Line("turn 2", [1], [2.0]), Line("turn 10", [1], [1.0])]),
+        PlotPanel(
+            "mean reward of a batch", [MetricLine("mean", [1, 2], [0.5, 0.75]), MetricLine("solved", [2], [0.25])]
+        ),
+        PlotPanel("reward by name", [MetricLine("format", [1], [3.0])]),
+        PlotPanel("reward by turn", [MetricLine("turn 2", [1], [2.0]), MetricLine("turn 10", [1], [1.0])]),
     ]
 
 
@@ -29,9 +31,13 @@ def test_phases_are_stacked_in_their_order_and_a_missing_one_took_no_time() -> N
         {"step": 2, "time/rollout": 4.0, "time/update": float("nan")},
     ]
     assert panels(rows)["time"] == [
-        Panel(
+        PlotPanel(
             "seconds per step, by phase",
-            [Line("rollout", [1, 2], [3.0, 4.0]), Line("update", [1, 2], [2.0, 0.0]), Line("zeta", [1, 2], [1.0, 0.0])],
+            [
+                MetricLine("rollout", [1, 2], [3.0, 4.0]),
+                MetricLine("update", [1, 2], [2.0, 0.0]),
+                MetricLine("zeta", [1, 2], [1.0, 0.0]),
+            ],
             stacked=True,
         )
     ]

@@ -17,7 +17,7 @@ from serve_kit import ROOT, TOKEN, ask, content, read, serving, unpacked, writte
 from engine.errors import StoreError, TrainError
 from engine.plugins.serve.client import ServeError, Sums
 from engine.plugins.serve.groups import refuse_unserved
-from engine.plugins.serve.http import Call
+from engine.plugins.serve.http import RouteCall
 from engine.spec.load import load_spec
 from engine.store import RunStore, list_runs
 from engine.store.rows.export import export_rows
@@ -118,7 +118,7 @@ async def test_a_wrong_token_is_refused(tmp_path: Path) -> None:
 async def test_a_slow_reader_stops_the_sampling_and_a_reader_that_leaves_frees_the_slots(tmp_path: Path) -> None:
     async with serving(written(tmp_path), ahead=2, max_requests=1) as (service, address):
         body = {"id": "slow", "tasks": "next", "count": 6}
-        stream: Any = await service._post(Call(body, TOKEN, ""))
+        stream: Any = await service._post(RouteCall(body, TOKEN, ""))
         await anext(stream.parts)
         while len(service._runs.finished) < 6:  # noqa: ASYNC110  (two groups of three)
             await asyncio.sleep(0.01)
@@ -135,7 +135,7 @@ async def test_a_slow_reader_stops_the_sampling_and_a_reader_that_leaves_frees_t
 
 async def test_a_cancelled_request_frees_its_slots(tmp_path: Path) -> None:
     async with serving(written(tmp_path), ahead=1, max_requests=1) as (service, address):
-        stream: Any = await service._post(Call({"id": "one", "tasks": "next", "count": 6}, TOKEN, ""))
+        stream: Any = await service._post(RouteCall({"id": "one", "tasks": "next", "count": 6}, TOKEN, ""))
         await anext(stream.parts)
         work = asyncio.create_task(ask(address, "/cancel", {"id": "one"}))
         rest = [part async for part in stream.parts]
@@ -167,7 +167,7 @@ async def test_groups_that_began_too_many_versions_ago_are_not_handed_over(tmp_p
 
 async def test_a_version_that_is_told_while_a_group_waits_to_be_read_leaves_it_out(tmp_path: Path) -> None:
     async with serving(written(tmp_path), ahead=2) as (service, address):
-        stream: Any = await service._post(Call({"id": "one", "tasks": "next", "count": 3}, TOKEN, ""))
+        stream: Any = await service._post(RouteCall({"id": "one", "tasks": "next", "count": 3}, TOKEN, ""))
         first = json.loads((await anext(stream.parts)).splitlines()[-1])["group"]
         while len(service._runs.finished) < 6:  # noqa: ASYNC110  (two groups of three)
             await asyncio.sleep(0.01)
@@ -253,7 +253,7 @@ async def test_a_store_that_fills_up_ends_the_stream_with_the_error_and_loses_no
     halted: list[BaseException] = []
     asked = {"id": "one", "tasks": "next", "count": 4}
     async with serving(written(tmp_path), halted=halted, ahead=1) as (service, address):
-        stream: Any = await service._post(Call(asked, TOKEN, ""))
+        stream: Any = await service._post(RouteCall(asked, TOKEN, ""))
         first = json.loads((await anext(stream.parts)).splitlines()[-1])["group"]
         await service._runs._store._writer.do(lambda c: c.execute(f"PRAGMA max_page_count = {c.execute('PRAGMA page_count').fetchone()[0]}"))  # type: ignore[union-attr]  # fmt: skip
         rest = [json.loads(part.splitlines()[-1]) for part in [part async for part in stream.parts]]

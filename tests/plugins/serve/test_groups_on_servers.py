@@ -14,7 +14,7 @@ from sglang_cluster import FakeSGLang
 from written_specs import save_spec
 
 from engine.plugins.serve.groups import GroupService
-from engine.plugins.serve.http import Call
+from engine.plugins.serve.http import RouteCall
 from engine.schemas.model import ModelSpec
 from engine.tokens.loading import load_format
 
@@ -81,7 +81,7 @@ async def test_a_version_that_is_told_in_the_middle_of_a_stream_is_that_of_the_n
 ) -> None:
     async with served(tmp_path, tiny_tokenizer_dir, ahead=1) as (fake, service, address):
         asked = {"id": "one", "tasks": "next", "count": 3, "version": 0, "sampling": {"temperature": 0.5}}
-        stream: Any = await service._post(Call(asked, TOKEN, ""))
+        stream: Any = await service._post(RouteCall(asked, TOKEN, ""))
         parts = [await anext(stream.parts)]
         fake.weight_version = "1"  # the trainer has pushed its weights
         assert (await ask(address, "/weights", {"version": 1}))[0] == 200

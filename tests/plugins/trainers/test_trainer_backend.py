@@ -10,7 +10,7 @@ import pytest
 
 from engine.errors import BackendError, ContextOverflow
 from engine.plugins.local.spec import LocalBackendSpec
-from engine.plugins.trainers.backend import Sampled, TrainerBackend, given, spans_of, unsupported
+from engine.plugins.trainers.backend import TrainerBackend, TrainerReply, given, spans_of, unsupported
 from engine.schemas.generation import GenerateRequest, Generation, SamplingParams, VersionSpan
 from engine.schemas.message import ImagePart
 from engine.tokens.experts import ExpertLayout
@@ -19,17 +19,19 @@ from engine.tokens.experts import ExpertLayout
 class Fixed(TrainerBackend):
     """Replies the same, or raises."""
 
-    def __init__(self, reply: Sampled | Exception, context: int | None = None) -> None:
+    def __init__(self, reply: TrainerReply | Exception, context: int | None = None) -> None:
         super().__init__("Some trainer", LocalBackendSpec, context=context)
         self.fixed = reply
 
-    async def sample(self, request: GenerateRequest) -> Sampled:
+    async def sample(self, request: GenerateRequest) -> TrainerReply:
         if isinstance(self.fixed, Exception):
             raise self.fixed
         return self.fixed
 
 
-def ask(reply: Sampled | Exception, context: int | None = None, **changes: Any) -> tuple[Generation, dict[str, Any]]:
+def ask(
+    reply: TrainerReply | Exception, context: int | None = None, **changes: Any
+) -> tuple[Generation, dict[str, Any]]:
     """One reply to a prompt of three tokens, and the counts."""
     fields: dict[str, Any] = {
         "episode_id": "a/0",
@@ -45,7 +47,7 @@ def ask(reply: Sampled | Exception, context: int | None = None, **changes: Any) 
 
 
 def test_a_reply_keeps_its_versions() -> None:
-    found, stats = ask(Sampled([4, 5, 9], [-1.0, -2.0, -3.0], [7, 7, 8], cut=False))
+    found, stats = ask(TrainerReply([4, 5, 9], [-1.0, -2.0, -3.0], [7, 7, 8], cut=False))
     assert found.output_ids.tolist() == [4, 5, 9]
     assert found.versions == [VersionSpan(version=7, start=0, end=2), VersionSpan(version=8, start=2, end=3)]
     assert (found.finish.type, found.finish.matched, found.prompt_tokens) == ("stop", 9, 3)
@@ -54,20 +56,20 @@ def test_a_reply_keeps_its_versions() -> None:
 
 @pytest.mark.parametrize(("cut", "kind"), [(True, "length"), (False, "stop")])
 def test_a_reply_without_a_stop_token_ends_as_the_sampler_says(cut: bool, kind: str) -> None:
-    found, _ = ask(Sampled([4], [-1.0], [0], cut=cut))
+    found, _ = ask(TrainerReply([4], [-1.0], [0], cut=cut))
     assert (found.finish.type, found.finish.matched) == (kind, None)
 
 
 @pytest.mark.parametrize(
     ("reply", "said"),
     [
-        (Sampled([4], None, [0], cut=False), "gave 1 tokens, no log-probs and 1 weight versions"),
-        (Sampled([4], [-1.0, -1.0], [0], cut=False), "1 tokens, 2 log-probs"),
-        (Sampled([4], [-1.0], [], cut=False), "1 log-probs and 0 weight versions"),
-        (Sampled([], [], [], cut=False), "gave 0 tokens"),
+        (TrainerReply([4], None, [0], cut=False), "gave 1 tokens, no log-probs and 1 weight versions"),
+        (TrainerReply([4], [-1.0, -1.0], [0], cut=False), "1 tokens, 2 log-probs"),
+        (TrainerReply([4], [-1.0], [], cut=False), "1 log-probs and 0 weight versions"),
+        (TrainerReply([], [], [], cut=False), "gave 0 tokens"),
     ],
 )
-def test_a_reply_that_lacks_something_is_no_row(reply: Sampled, said: str) -> None:
+def test_a_reply_that_lacks_something_is_no_row(reply: TrainerReply, said: str) -> None:
     with pytest.raises(BackendError, match=said) as caught:
         ask(reply)
     assert caught.value.kind == "invalid_reply"
@@ -83,7 +85,7 @@ def test_an_exception_of_the_sampler_is_an_error_of_the_backend() -> None:
 
 
 def test_a_prompt_that_fills_the_context_is_an_overflow() -> None:
-    reply = Sampled([4], [-1.0], [0], cut=True)
+    reply = TrainerReply([4], [-1.0], [0], cut=True)
     assert len(ask(reply, context=4)[0].output_ids) == 1
     with pytest.raises(ContextOverflow, match="3 tokens; Some trainer's sampler takes 3"):
         ask(reply, context=3)
@@ -100,12 +102,15 @@ def test_a_prompt_that_fills_the_context_is_an_overflow() -> None:
 )
 def test_what_the_sampler_is_not_given_is_refused(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(BackendError, match=f"does not send to Some trainer's sampler: {said}"):
-        ask(Sampled([4], [-1.0], [0], cut=False), **changes)
+        ask(TrainerReply([4], [-1.0], [0], cut=False), **changes)
 
 
 def test_placeholders_of_images_are_not_banned() -> None:
     """The trainer's softmax has them too. A reply with one fails its episode: see `Vision.check_sampled`."""
-    assert ask(Sampled([4, 5], [-1.0, -1.0], [0, 0], cut=True), banned_token_ids=[5])[0].output_ids.tolist() == [4, 5]
+    assert ask(TrainerReply([4, 5], [-1.0, -1.0], [0, 0], cut=True), banned_token_ids=[5])[0].output_ids.tolist() == [
+        4,
+        5,
+    ]
 
 
 EXPERTS = np.arange(2 * 2 * 4).reshape(4, 2, 2) % 4
@@ -114,7 +119,7 @@ EXPERTS = np.arange(2 * 2 * 4).reshape(4, 2, 2) % 4
 
 def experts_of(experts: np.ndarray | None, start: int) -> np.ndarray | None:
     """What a reply of two tokens to a prompt of three reports from token `start` on."""
-    backend = Fixed(Sampled([4, 5], [-1.0, -1.0], [0, 0], cut=True, experts=experts))
+    backend = Fixed(TrainerReply([4, 5], [-1.0, -1.0], [0, 0], cut=True, experts=experts))
     backend.layout = ExpertLayout(layers=2, top_k=2, experts=4, sparse=(0, 1))
     request = GenerateRequest(
         episode_id="a/0", turn=0, input_ids=np.arange(3, dtype=np.int32), sampling=SamplingParams(), max_new_tokens=3,

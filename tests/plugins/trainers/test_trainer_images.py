@@ -25,7 +25,7 @@ from engine.plugins.local.spec import LocalBackendSpec
 from engine.plugins.trainers import areal, skyrl
 from engine.plugins.trainers.areal.backend import ArealBackend
 from engine.plugins.trainers.areal.workflow import refuse_blind
-from engine.plugins.trainers.handover import HandedRow, Sums
+from engine.plugins.trainers.handover import BatchSums, HandedRow
 from engine.plugins.trainers.pixels import Pixels
 from engine.plugins.trainers.skyrl.backend import SkyRLBackend
 from engine.schemas.generation import GenerateRequest, SamplingParams
@@ -142,7 +142,7 @@ def test_values_are_what_areal_subtracts() -> None:
     assert made["rewards"].tolist() == [30.0, 0.5]
     assert made["versions"].tolist() == [[-1, -1, 2, -1, 3, -1]] * 2
     assert made["attention_mask"].sum(1).tolist() == [6, 5]
-    sums = Sums.of_rows([*map(HandedRow.of, rows)])
+    sums = BatchSums.of_rows([*map(HandedRow.of, rows)])
     assert (sums.tokens, sums.trained, sums.advantages) == (11, 4, 7.0)
 
 

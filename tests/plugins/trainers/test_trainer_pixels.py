@@ -14,7 +14,7 @@ import torch
 import vision_kit
 
 from engine.errors import TrainError
-from engine.plugins.trainers.handover import HandedRow, Sums
+from engine.plugins.trainers.handover import BatchSums, HandedRow
 from engine.plugins.trainers.pixels import Pixels, checksums_of, row_sum
 from engine.schemas.model import ModelSpec
 from engine.tokens.images import digest_of
@@ -116,7 +116,7 @@ def test_the_sum_over_images_finds_what_is_lost_swapped_or_moved(pixels: Pixels)
         HandedRow([int(row[0])], row[1:].tolist(), [], [], np.zeros(0), each)
         for row, each in zip(ids, images, strict=True)
     ]
-    sums = Sums.of_rows(handed, pixels)
+    sums = BatchSums.of_rows(handed, pixels)
 
     def theirs(rows: list[tuple[np.ndarray, tuple[str, ...]]]) -> int:
         return sum(row_sum(row, checksums_of(pixels.vision.tensors([each]))) for row, each in rows)
@@ -132,7 +132,7 @@ def test_the_sum_over_images_finds_what_is_lost_swapped_or_moved(pixels: Pixels)
         rows[1:],  # a row less
     ]
     for each in wrong:
-        changed = Sums(sums.tokens, sums.trained, sums.advantages, theirs(each))
+        changed = BatchSums(sums.tokens, sums.trained, sums.advantages, theirs(each))
         with pytest.raises(TrainError, match="images: lost, changed, or in another order or row"):
             sums.check(changed, "X", "a filter")
 

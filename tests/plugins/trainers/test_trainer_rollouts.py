@@ -13,7 +13,7 @@ from written_specs import TALKS_ON_WHEN_CUT, save_spec
 
 from engine.backends.registry import open_backend
 from engine.errors import TrainError, first_of
-from engine.plugins.trainers.handover import HandedRow, Sums
+from engine.plugins.trainers.handover import BatchSums, HandedRow
 from engine.plugins.trainers.process import LoopThread
 from engine.plugins.trainers.rollouts import TrainerRollouts
 
@@ -54,13 +54,13 @@ def test_a_loop_has_one_thread_and_gives_the_errors_of_its_coroutines() -> None:
 
 def test_sums_are_those_of_the_trained_tokens() -> None:
     row = HandedRow([1, 2], [3, 4, 5], [1, 0, 1], [-1.0, 0.0, -2.0], np.array([0.5, 0.0, -0.25], np.float32))
-    assert Sums.of_rows([row, HandedRow.empty(7)]) == Sums(7, 2, 0.75)
+    assert BatchSums.of_rows([row, HandedRow.empty(7)]) == BatchSums(7, 2, 0.75)
 
 
-@pytest.mark.parametrize("theirs", [Sums(6, 2, 0.75), Sums(7, 1, 0.75), Sums(7, 2, 0.75001)])
-def test_another_sum_names_both_and_the_trainer(theirs: Sums) -> None:
+@pytest.mark.parametrize("theirs", [BatchSums(6, 2, 0.75), BatchSums(7, 1, 0.75), BatchSums(7, 2, 0.75001)])
+def test_another_sum_names_both_and_the_trainer(theirs: BatchSums) -> None:
     with pytest.raises(TrainError, match=r"verl's batch .*Tokens: 7 handed over.*Remove .*\(a filter\)") as caught:
-        Sums(7, 2, 0.75).check(theirs, "verl", "a filter")
+        BatchSums(7, 2, 0.75).check(theirs, "verl", "a filter")
     assert caught.value.kind == "handover"
 
 

@@ -20,7 +20,7 @@ from vision_code import MACHINE
 from written_specs import TALKS_ON_WHEN_CUT, save_spec
 
 from engine.errors import TrainError
-from engine.plugins.trainers.handover import HandedRow, Sums
+from engine.plugins.trainers.handover import BatchSums, HandedRow
 from engine.plugins.trainers.trl import EngineRollouts, grpo_arguments
 from engine.plugins.trainers.trl.grpo import check_batches
 from engine.spec.load import load_spec
@@ -154,7 +154,7 @@ def test_a_row_is_cut_in_front_of_its_first_trained_token() -> None:
 
 def test_the_same_batch_in_slices_has_the_same_sums() -> None:
     rows = [handed(seed) for seed in range(4)]
-    check_batches(Sums.of_rows(rows), [batch_of(rows[2:]), batch_of(rows[:2])])
+    check_batches(BatchSums.of_rows(rows), [batch_of(rows[2:]), batch_of(rows[:2])])
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_what_is_lost_on_the_way_stops_the_training(lose: Callable[[dict[str, An
     batch = batch_of(rows)
     lose(batch)
     with pytest.raises(TrainError, match="no update is made with it") as caught:
-        check_batches(Sums.of_rows(rows), [batch])
+        check_batches(BatchSums.of_rows(rows), [batch])
     assert caught.value.kind == "handover"
 
 

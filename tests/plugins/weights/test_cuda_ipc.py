@@ -18,7 +18,7 @@ from torch.multiprocessing import reductions
 from engine.errors import TrainError
 from engine.plugins.sglang.client import SGLangBackend
 from engine.plugins.sglang.spec import SGLangBackendSpec
-from engine.plugins.weights.shared_tensors import DeviceBuffer, SharedBuffer
+from engine.plugins.weights.shared_tensors import DeviceBuffer, SharedBlock
 from engine.plugins.weights.sync_sglang import TensorSync, _launched_gpus
 from engine.schemas.backend import LaunchSpec
 from engine.schemas.generation import SamplingParams
@@ -110,11 +110,11 @@ def test_a_gpu_without_memory_is_an_error_that_says_what_to_do(monkeypatch: pyte
         ("cuda:1", 1, "cuda", [1], DeviceBuffer),
         ("cuda:1", 1, "cuda", [0, 1], DeviceBuffer),
         ("cuda", 1, "cuda", [1], DeviceBuffer),
-        ("cuda:1", 1, "cuda", [0, 2], SharedBuffer),
-        ("cuda:1", 1, "cuda", None, SharedBuffer),
-        ("cuda:1", 2, "cuda", [1], SharedBuffer),
-        ("cuda:1", 1, "cpu", [1], SharedBuffer),
-        ("cpu", 1, "cuda", [1], SharedBuffer),
+        ("cuda:1", 1, "cuda", [0, 2], SharedBlock),
+        ("cuda:1", 1, "cuda", None, SharedBlock),
+        ("cuda:1", 2, "cuda", [1], SharedBlock),
+        ("cuda:1", 1, "cpu", [1], SharedBlock),
+        ("cpu", 1, "cuda", [1], SharedBlock),
     ],
 )
 def test_only_a_server_that_sees_the_gpu_of_the_only_process_reads_its_memory(

@@ -16,7 +16,7 @@ from test_sync import spec_of
 from engine.errors import TrainError
 from engine.plugins.sglang.client import SGLangBackend
 from engine.plugins.sglang.spec import SGLangBackendSpec
-from engine.plugins.weights.shared_tensors import SharedBuffer, buckets, buffer_bytes
+from engine.plugins.weights.shared_tensors import SharedBlock, buckets, buffer_bytes
 from engine.schemas.generation import SamplingParams
 from engine.schemas.model import ModelSpec
 from engine.tokens.loading import load_format
@@ -139,7 +139,7 @@ def test_another_process_reads_what_was_shared() -> None:
         ("c", torch.tensor(7)),
     ]
     strategy = torch.multiprocessing.get_sharing_strategy()  # type: ignore[no-untyped-call]
-    buffer = SharedBuffer(buffer_bytes(tensors))
+    buffer = SharedBlock(buffer_bytes(tensors))
     assert torch.multiprocessing.get_sharing_strategy() == strategy  # type: ignore[no-untyped-call]
     read = (
         "import base64, pickle, sys, torch\n"
@@ -163,5 +163,5 @@ def test_another_process_reads_what_was_shared() -> None:
 
 def test_more_than_shared_memory_has_is_an_error_that_says_what_to_do() -> None:
     with pytest.raises(TrainError, match=r"--shm-size\), or use `train.weight_sync.method: disk`") as caught:
-        SharedBuffer(1 << 50)
+        SharedBlock(1 << 50)
     assert caught.value.kind == "train_setup"

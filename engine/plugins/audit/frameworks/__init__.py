@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from engine.plugins.audit.files import Document
+from engine.plugins.audit.files import ForeignDocument
 from engine.plugins.audit.frameworks import areal, skyrl, slime, trl, verl
 from engine.plugins.audit.rows import ForeignRow
 
-FRAMEWORKS: Mapping[str, tuple[str, Callable[[Document], list[ForeignRow]]]] = {
+FRAMEWORKS: Mapping[str, tuple[str, Callable[[ForeignDocument], list[ForeignRow]]]] = {
     "verl": ("verl", verl.read),
     "trl": ("TRL", trl.read),
     "slime": ("slime", slime.read),

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 
 from engine.errors import AuditError
-from engine.plugins.audit.files import Document
+from engine.plugins.audit.files import ForeignDocument
 from engine.plugins.audit.rows import Columns, ForeignRow, Vector, batch_of, ids_of, number, text_of
 
 
-def read(document: Document) -> list[ForeignRow]:
+def read(document: ForeignDocument) -> list[ForeignRow]:
     """Read a file of AReaL.
 
     Raises:

@@ -13,14 +13,14 @@ from typing import Any, Literal
 import numpy as np
 
 from engine.errors import AuditError
-from engine.plugins.audit.files import Document
+from engine.plugins.audit.files import ForeignDocument
 from engine.plugins.audit.pickles import Inert, array_of, named, plain, read_torch
 from engine.plugins.audit.rows import Columns, ForeignRow, aligned, batch_of, ids_of, number, size_of
 
 _FINISH: dict[str, Literal["stop", "length", "abort"]] = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
-def read(document: Document) -> list[ForeignRow]:
+def read(document: ForeignDocument) -> list[ForeignRow]:
     """Read a file of SkyRL.
 
     Raises:
@@ -33,7 +33,7 @@ def read(document: Document) -> list[ForeignRow]:
     return _output(document)
 
 
-def _output(document: Document) -> list[ForeignRow]:
+def _output(document: ForeignDocument) -> list[ForeignRow]:
     columns = Columns(document.value, str(document.path))
     columns.need("prompt_token_ids", "response_ids", "loss_masks", "rewards")
     count = columns.count("response_ids")
@@ -89,7 +89,7 @@ def _trajectory(value: Any) -> tuple[str, str]:
     return "", ""
 
 
-def _batch(document: Document) -> list[ForeignRow]:
+def _batch(document: ForeignDocument) -> list[ForeignRow]:
     """The rows of a `TrainingInputBatch`."""
     path = str(document.path)
     args = document.value.args

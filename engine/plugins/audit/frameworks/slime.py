@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 
 from engine.errors import AuditError
-from engine.plugins.audit.files import Document
+from engine.plugins.audit.files import ForeignDocument
 from engine.plugins.audit.rows import Columns, ForeignRow, aligned, ids_of, messages_of, number, text_of
 
 _FINISH: dict[str, Literal["stop", "length", "abort"]] = {
@@ -46,7 +46,7 @@ _READ = frozenset(
 )
 
 
-def read(document: Document) -> list[ForeignRow]:
+def read(document: ForeignDocument) -> list[ForeignRow]:
     """Read a file of slime.
 
     Raises:

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from engine.errors import AuditError
-from engine.plugins.audit.files import Document
+from engine.plugins.audit.files import ForeignDocument
 from engine.plugins.audit.rows import (
     Columns,
     ForeignRow,
@@ -46,7 +46,7 @@ _READ = frozenset(
 )  # fmt: skip
 
 
-def read(document: Document) -> list[ForeignRow]:
+def read(document: ForeignDocument) -> list[ForeignRow]:
     """Read a file of TRL.
 
     Raises:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from engine.errors import AuditError
-from engine.plugins.audit.files import Document
+from engine.plugins.audit.files import ForeignDocument
 from engine.plugins.audit.pickles import Inert, array_of, named, plain, read_torch
 from engine.plugins.audit.rows import (
     Columns,
@@ -38,7 +38,7 @@ _READ = (
 )
 
 
-def read(document: Document) -> list[ForeignRow]:
+def read(document: ForeignDocument) -> list[ForeignRow]:
     """Read a file of verl.
 
     Raises:
@@ -71,7 +71,7 @@ def _line(line: Any, place: str) -> ForeignRow:
     )
 
 
-def _proto(document: Document) -> list[ForeignRow]:
+def _proto(document: ForeignDocument) -> list[ForeignRow]:
     """The rows of a `DataProto`."""
     path = document.path
     state = document.value.state

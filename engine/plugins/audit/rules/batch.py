@@ -8,11 +8,11 @@ from math import isfinite
 
 import numpy as np
 
-from engine.plugins.audit.examine import Evidence, Examined, first_difference
+from engine.plugins.audit.examine import Evidence, ExaminedRow, first_difference
 from engine.plugins.audit.findings import RowFinding
 
 
-def reward_unseen(rows: Sequence[Examined], known: Evidence) -> Iterator[RowFinding]:
+def reward_unseen(rows: Sequence[ExaminedRow], known: Evidence) -> Iterator[RowFinding]:
     """Rewards that reach no trained token."""
     for row in rows:
         foreign = row.foreign
@@ -47,10 +47,10 @@ def reward_unseen(rows: Sequence[Examined], known: Evidence) -> Iterator[RowFind
             )
 
 
-def mixed_group(rows: Sequence[Examined], known: Evidence) -> Iterator[RowFinding]:
+def mixed_group(rows: Sequence[ExaminedRow], known: Evidence) -> Iterator[RowFinding]:
     """Groups whose rows begin with other prompts or belong to other tasks, so that their rewards are no baseline for
     each other."""
-    groups: dict[str, dict[str, Examined]] = defaultdict(dict)
+    groups: dict[str, dict[str, ExaminedRow]] = defaultdict(dict)
     for row in rows:
         groups[row.foreign.group].setdefault(row.foreign.trajectory or f"row {row.index}", row)
     for name, members in groups.items():
@@ -71,11 +71,11 @@ def mixed_group(rows: Sequence[Examined], known: Evidence) -> Iterator[RowFindin
                 yield row.finding("mixed_group", "error", message)
 
 
-def _prompt_key(row: Examined) -> bytes | str | None:
+def _prompt_key(row: ExaminedRow) -> bytes | str | None:
     return row.foreign.prompt_text if row.foreign.prompt_ids is None else row.foreign.prompt_ids.tobytes()
 
 
-def no_versions(rows: Sequence[Examined], known: Evidence) -> Iterator[RowFinding]:
+def no_versions(rows: Sequence[ExaminedRow], known: Evidence) -> Iterator[RowFinding]:
     """Trained tokens whose weight version is not known."""
     without = [row for row in rows if row.foreign.versions is None and not row.foreign.row_versions]
     if without and len(without) == len(rows):

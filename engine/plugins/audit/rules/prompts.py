@@ -9,13 +9,13 @@ from itertools import pairwise
 import numpy as np
 
 from engine.errors import EngineError
-from engine.plugins.audit.examine import Evidence, Examined, Reply, first_difference
+from engine.plugins.audit.examine import Evidence, ExaminedRow, ForeignReply, first_difference
 from engine.plugins.audit.findings import RowFinding, Severity
 from engine.schemas.generation import FinishReason, Generation
 from engine.tokens.conversation import Conversation
 
 
-def prompt_not_template(rows: Sequence[Examined], known: Evidence) -> Iterator[RowFinding]:
+def prompt_not_template(rows: Sequence[ExaminedRow], known: Evidence) -> Iterator[RowFinding]:
     """Prompts that are not what the chat template renders: the first one, and what stands between two replies."""
     for row in rows:
         assert row.foreign.prompt_ids is not None
@@ -26,7 +26,7 @@ def prompt_not_template(rows: Sequence[Examined], known: Evidence) -> Iterator[R
             yield finding
 
 
-def _prompt_difference(row: Examined) -> tuple[int | None, str]:
+def _prompt_difference(row: ExaminedRow) -> tuple[int | None, str]:
     """The first token at which a prompt differs from what the template renders, and the words."""
     assert row.foreign.prompt_ids is not None
     messages = row.messages or row.marks.likely(row.foreign.prompt_ids)
@@ -48,7 +48,7 @@ def _prompt_difference(row: Examined) -> tuple[int | None, str]:
     )
 
 
-def _bridge_finding(row: Examined) -> RowFinding | None:
+def _bridge_finding(row: ExaminedRow) -> RowFinding | None:
     """The first difference between what stands between two replies and what the template writes there, by the engine's
     own conversation."""
     try:
@@ -65,7 +65,7 @@ def _bridge_finding(row: Examined) -> RowFinding | None:
 
 
 def _between(
-    conversation: Conversation, row: Examined, turn: int, reply: Reply, following: Reply
+    conversation: Conversation, row: ExaminedRow, turn: int, reply: ForeignReply, following: ForeignReply
 ) -> tuple[Severity, str, int] | None:
     """Severity, message and place, counted from the end of the reply; None where there is no difference."""
     asked = conversation.prompt()

@@ -6,17 +6,17 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from engine.plugins.audit.examine import Evidence, Examined, Reply, Sampled, first_difference
+from engine.plugins.audit.examine import Evidence, ExaminedRow, ForeignReply, SamplerRecord, first_difference
 from engine.plugins.audit.findings import RowFinding, Severity
 
 
-def retokenized(rows: Sequence[Examined], known: Evidence) -> Iterator[RowFinding]:
+def retokenized(rows: Sequence[ExaminedRow], known: Evidence) -> Iterator[RowFinding]:
     """Sampled tokens that were decoded and encoded again.
 
     Proofs: the sampler's record has a reply of the same text and other ids; or a later row of an episode has the same
     text as an earlier one and other ids where that one was sampled.
     """
-    episodes: dict[tuple[str, str], list[Examined]] = defaultdict(list)
+    episodes: dict[tuple[str, str], list[ExaminedRow]] = defaultdict(list)
     for row in rows:
         if row.foreign.trajectory:
             episodes[row.foreign.group, row.foreign.trajectory].append(row)
@@ -35,7 +35,7 @@ def retokenized(rows: Sequence[Examined], known: Evidence) -> Iterator[RowFindin
             yield from _rewritten(earlier, later)
 
 
-def _rewritten(earlier: Examined, later: Examined) -> Iterator[RowFinding]:
+def _rewritten(earlier: ExaminedRow, later: ExaminedRow) -> Iterator[RowFinding]:
     """A later row of an episode that spells an earlier one with other ids."""
     template = earlier.marks.template
     if len(later.ids) <= 1 or not template.decode(later.ids).startswith(template.decode(earlier.ids)):
@@ -56,7 +56,7 @@ def _rewritten(earlier: Examined, later: Examined) -> Iterator[RowFinding]:
         )
 
 
-def observation_trained(rows: Sequence[Examined], known: Evidence) -> Iterator[RowFinding]:
+def observation_trained(rows: Sequence[ExaminedRow], known: Evidence) -> Iterator[RowFinding]:
     """Trained tokens that no sampling made: what follows a stop token in a trained run, and what the sampler's record
     does not have."""
     for row in rows:
@@ -68,7 +68,7 @@ def observation_trained(rows: Sequence[Examined], known: Evidence) -> Iterator[R
             yield from _not_sampled(row, known.sampled)
 
 
-def _not_sampled(row: Examined, sampled: Sampled) -> Iterator[RowFinding]:
+def _not_sampled(row: ExaminedRow, sampled: SamplerRecord) -> Iterator[RowFinding]:
     """Trained runs that begin with a reply of the sampler's record, without a stop token, and go on after it; and
     replies that the record has in no form."""
     stops = row.marks.template.stop_set
@@ -85,7 +85,7 @@ def _not_sampled(row: Examined, sampled: Sampled) -> Iterator[RowFinding]:
             yield row.finding("observation_trained", "warning", message, reply.start)
 
 
-def closing_trained(rows: Sequence[Examined], known: Evidence) -> Iterator[RowFinding]:
+def closing_trained(rows: Sequence[ExaminedRow], known: Evidence) -> Iterator[RowFinding]:
     """Trained tokens that the template writes at the end of a reply."""
     for row in rows:
         for reply, beyond, _ in _after_stops(row):
@@ -108,7 +108,7 @@ def closing_trained(rows: Sequence[Examined], known: Evidence) -> Iterator[RowFi
                 yield row.finding("closing_trained", "error", message, last.end - 1)
 
 
-def _stop_was_added(row: Examined, reply: Reply, sampled: Sampled) -> bool:
+def _stop_was_added(row: ExaminedRow, reply: ForeignReply, sampled: SamplerRecord) -> bool:
     """Whether the record has a reply without its stop token, by ids or by text, and none with it."""
     if reply.ids in sampled.replies:
         return False
@@ -116,7 +116,7 @@ def _stop_was_added(row: Examined, reply: Reply, sampled: Sampled) -> bool:
     return reply.ids[:-1] in sampled.replies or (without in sampled.by_text and text not in sampled.by_text)
 
 
-def _after_stops(row: Examined) -> Iterator[tuple[Reply, int, int]]:
+def _after_stops(row: ExaminedRow) -> Iterator[tuple[ForeignReply, int, int]]:
     """Replies with a stop token that the trained run goes on after: the reply, where the tokens beyond the template's
     closing begin, and where the next reply begins or the run ends."""
     closing = row.marks.closing
@@ -133,7 +133,7 @@ def _after_stops(row: Examined) -> Iterator[tuple[Reply, int, int]]:
         yield reply, reply.end + shared, until
 
 
-def missing_eos(rows: Sequence[Examined], known: Evidence) -> Iterator[RowFinding]:
+def missing_eos(rows: Sequence[ExaminedRow], known: Evidence) -> Iterator[RowFinding]:
     """Replies that ended by themselves and whose stop token is not trained, or is not there."""
     longest = max((len(row.response) for row in rows), default=0)
     for row in rows:
@@ -146,7 +146,7 @@ def missing_eos(rows: Sequence[Examined], known: Evidence) -> Iterator[RowFindin
                 yield row.finding("missing_eos", severity, message, min(reply.end, len(row.response) - 1))
 
 
-def _stop_lost(row: Examined, reply: Reply, sampled: Sampled) -> tuple[Severity, str] | None:
+def _stop_lost(row: ExaminedRow, reply: ForeignReply, sampled: SamplerRecord) -> tuple[Severity, str] | None:
     """Judge a reply without a stop token by the sampler's record."""
     if not any((*reply.ids, stop) in sampled.replies for stop in row.marks.template.stop_set):
         return None
@@ -155,7 +155,7 @@ def _stop_lost(row: Examined, reply: Reply, sampled: Sampled) -> tuple[Severity,
     return "error", f"the sampler gave a stop token at the end of this reply, which {where}"
 
 
-def _unstopped(row: Examined, reply: Reply, longest: int) -> tuple[Severity, str] | None:
+def _unstopped(row: ExaminedRow, reply: ForeignReply, longest: int) -> tuple[Severity, str] | None:
     """Judge a reply without a stop token by the row alone."""
     if reply.end == len(row.response):
         if row.foreign.finish == "stop":

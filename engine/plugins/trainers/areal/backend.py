@@ -8,7 +8,7 @@ from engine.backends.servers.pool import Server
 from engine.errors import BackendError
 from engine.plugins.sglang.checks import ask_worker
 from engine.plugins.sglang.sample_prompt import check_images, refuse_family, sample_prompt
-from engine.plugins.trainers.backend import Sampled, TrainerBackend, given
+from engine.plugins.trainers.backend import TrainerBackend, TrainerReply, given
 from engine.plugins.trainers.pixels import check_times
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class ArealBackend(TrainerBackend):
             finally:
                 await server.http.close()
 
-    async def sample(self, request: GenerateRequest) -> Sampled:
+    async def sample(self, request: GenerateRequest) -> TrainerReply:
         """See `TrainerBackend.sample`. Requests of one episode have one `rid`, so AReaL sends them to one server."""
         from areal.api import ModelRequest
         from areal.api.cli_args import GenerationHyperparameters
@@ -87,4 +87,6 @@ class ArealBackend(TrainerBackend):
         reply = await self._engine.agenerate(
             ModelRequest(rid=request.episode_id, input_ids=ids, gconfig=gconfig, image_data=images)
         )
-        return Sampled(reply.output_tokens, reply.output_logprobs, reply.output_versions, reply.stop_reason == "length")
+        return TrainerReply(
+            reply.output_tokens, reply.output_logprobs, reply.output_versions, reply.stop_reason == "length"
+        )

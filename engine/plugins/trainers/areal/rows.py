@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from engine.errors import TrainError
-from engine.plugins.trainers.handover import HandedRow, Sums, images_of
+from engine.plugins.trainers.handover import BatchSums, HandedRow, images_of
 from engine.plugins.trainers.pixels import checksums_of, row_sum
 
 SUMS = ("engine_tokens", "engine_trained", "engine_advantage", "engine_images")
@@ -90,7 +90,7 @@ def trajectory(
         "values": values,
         "rewards": given,
     }  # fmt: skip
-    sums = [Sums.of_rows([HandedRow.of(row)], pixels) for row in rows]
+    sums = [BatchSums.of_rows([HandedRow.of(row)], pixels) for row in rows]
     for name, column in zip(SUMS, ("tokens", "trained", "advantages", "images"), strict=True):
         columns[name] = torch.tensor([getattr(of_row, column) for of_row in sums], dtype=torch.float64)
     if pixels is not None:
@@ -107,12 +107,12 @@ def _padded(rows: Sequence[np.ndarray], size: int, fill: float) -> torch.Tensor:
     return torch.from_numpy(padded)
 
 
-def sums_of_batch(batch: Mapping[str, torch.Tensor]) -> Sums:
+def sums_of_batch(batch: Mapping[str, torch.Tensor]) -> BatchSums:
     """The sums of what `PPOActor.compute_advantages` returns, [rows, tokens], without that of the images.
 
     `loss_mask` and `advantages` are one token to the left of `input_ids`.
     """
-    return Sums.of_tensors(int(batch["attention_mask"].sum()), batch["loss_mask"], batch["advantages"])
+    return BatchSums.of_tensors(int(batch["attention_mask"].sum()), batch["loss_mask"], batch["advantages"])
 
 
 class Local(dict[str, Any]):
@@ -149,8 +149,8 @@ def check_batches(batches: Sequence[dict[str, Any]]) -> None:
         )
     handed = [sum(float(batch[name].sum()) for batch in fetched) for name in SUMS[:3]]
     other = sum(batch["engine_images"].tolist() != _images_of_rows(batch) for batch in fetched)  # row by row
-    theirs = Sums.total([*map(sums_of_batch, fetched), Sums(0, 0, 0.0, other)])
-    Sums(int(handed[0]), int(handed[1]), handed[2]).check(theirs, "AReaL", CHANGES)
+    theirs = BatchSums.total([*map(sums_of_batch, fetched), BatchSums(0, 0, 0.0, other)])
+    BatchSums(int(handed[0]), int(handed[1]), handed[2]).check(theirs, "AReaL", CHANGES)
     for batch in batches:
         for name in SUMS:
             del batch[name]

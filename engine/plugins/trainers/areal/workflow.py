@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 log = structlog.get_logger(__name__)
 _REWARD = ("reward_bias", "reward_scaling", "reward_clip")
 """AReaL's settings of `actor` that change the reward that it places."""
-_OPEN: OncePerProcess[tuple[Path, Path], Episodes] = OncePerProcess()
+_OPEN: OncePerProcess[tuple[Path, Path], ArealEpisodes] = OncePerProcess()
 
 
-class Episodes:
+class ArealEpisodes:
     """The episodes of a spec in this process, on the loop of AReaL's workflow executor.
 
     Args:
@@ -74,7 +74,7 @@ class Episodes:
         await self.rollouts.close()
 
 
-def episodes_of(spec: Path | str, folder: Path | str) -> Episodes:
+def episodes_of(spec: Path | str, folder: Path | str) -> ArealEpisodes:
     """The episodes of a folder in this process; the first call opens them.
 
     Raises:
@@ -82,7 +82,7 @@ def episodes_of(spec: Path | str, folder: Path | str) -> Episodes:
         TrainError: kind `train_setup`: the spec uses something that does not reach AReaL's loss.
     """
     key = (Path(spec).resolve(), Path(folder).resolve())
-    return _OPEN.opened(key, lambda: Episodes(*key))
+    return _OPEN.opened(key, lambda: ArealEpisodes(*key))
 
 
 class EngineGroups:

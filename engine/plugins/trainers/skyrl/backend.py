@@ -10,7 +10,7 @@ import torch
 
 from engine.errors import BackendError
 from engine.plugins.sglang.sample_prompt import refuse_family
-from engine.plugins.trainers.backend import Sampled, TrainerBackend, given
+from engine.plugins.trainers.backend import TrainerBackend, TrainerReply, given
 from engine.plugins.trainers.pixels import check_times
 from engine.tokens.image_bank import RecentlyUsed
 
@@ -62,7 +62,7 @@ class SkyRLBackend(TrainerBackend):
         if self.pixels is not None:
             refuse_family(self.pixels.vision)
 
-    async def sample(self, request: GenerateRequest) -> Sampled:
+    async def sample(self, request: GenerateRequest) -> TrainerReply:
         """See `TrainerBackend.sample`."""
         params = given(request.sampling, NAMES) | {
             "max_tokens": request.max_new_tokens,
@@ -82,7 +82,7 @@ class SkyRLBackend(TrainerBackend):
         reply = await self._client.generate(batch, model=self._model)
         ids, logprobs = reply["response_ids"][0], reply["response_logprobs"]
         (experts,) = reply.get("rollout_expert_indices") or [None]
-        return Sampled(
+        return TrainerReply(
             ids,
             None if logprobs is None else logprobs[0],
             [self.version] * len(ids),

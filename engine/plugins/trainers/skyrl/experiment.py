@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.errors import TrainError
 from engine.plugins.sglang.routing import layout_of
-from engine.plugins.trainers.handover import HandedRow, SeveralRows, Sums, groups_of, one_row_each
+from engine.plugins.trainers.handover import BatchSums, HandedRow, SeveralRows, groups_of, one_row_each
 from engine.plugins.trainers.library import late_subclass, overrides
 from engine.plugins.trainers.rollouts import TrainerRollouts
 from engine.plugins.trainers.skyrl.backend import SkyRLBackend
@@ -138,7 +138,7 @@ class EngineEpisodes:
         Raises:
             TrainError: kind `handover`: they differ.
         """
-        Sums.of_rows(self.handed, self._episodes.pixels).check(sums_of_batch(batch), "SkyRL", CHANGES)
+        BatchSums.of_rows(self.handed, self._episodes.pixels).check(sums_of_batch(batch), "SkyRL", CHANGES)
 
     async def close(self) -> None:
         """Close the run store and the services of the episodes. Later calls do nothing."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from engine.errors import TrainError
-from engine.plugins.trainers.handover import HandedRow, Sums
+from engine.plugins.trainers.handover import BatchSums, HandedRow
 from engine.plugins.trainers.library import imports_of
 from engine.plugins.trainers.pixels import checksums_of, row_sum
 
@@ -105,7 +105,7 @@ def generator_output(
     return output
 
 
-def sums_of_batch(batch: Any) -> Sums:
+def sums_of_batch(batch: Any) -> BatchSums:
     """The sums of SkyRL's `TrainingInputBatch` with `advantages`. Rows that SkyRL added as padding are not counted."""
     rows = len(batch["sequences"]) - batch.metadata.get("pad_size", 0)
     tokens = batch["attention_mask"][:rows].bool()
@@ -114,4 +114,4 @@ def sums_of_batch(batch: Any) -> Sums:
         for place, there in enumerate(tokens):
             checksums = checksums_of({name: batch[name][place] for name in ("pixel_values", "image_grid_thw")})
             images += row_sum(batch["sequences"][place][there], checksums)
-    return Sums.of_tensors(int(tokens.sum()), batch["loss_mask"][:rows], batch["advantages"][:rows], images)
+    return BatchSums.of_tensors(int(tokens.sum()), batch["loss_mask"][:rows], batch["advantages"][:rows], images)

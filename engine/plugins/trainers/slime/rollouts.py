@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from engine.schemas.trajectory import Trajectory
     from engine.spec.load import LoadedSpec
 
-_OPEN: OncePerProcess[Settings, Episodes] = OncePerProcess()
+_OPEN: OncePerProcess[Settings, SlimeEpisodes] = OncePerProcess()
 
 
-class Episodes(TrainerRollouts):
-    """The episodes of a spec for slime. `Episodes.of(args)` gives the ones of this process.
+class SlimeEpisodes(TrainerRollouts):
+    """The episodes of a spec for slime. `SlimeEpisodes.of(args)` gives the ones of this process.
 
     Args:
         spec: The spec, or the path of its file.
@@ -50,11 +50,11 @@ class Episodes(TrainerRollouts):
         self.loop.call(self.start(self._backend(router_url(args))))
 
     @classmethod
-    def of(cls, args: Any) -> Episodes:
+    def of(cls, args: Any) -> SlimeEpisodes:
         """The episodes of slime's arguments; the first call starts them.
 
         Raises:
-            EngineError: as `Episodes`; or the router's servers cannot serve this spec.
+            EngineError: as `SlimeEpisodes`; or the router's servers cannot serve this spec.
         """
         settings = Settings.read(args)
         return _OPEN.opened(settings, lambda: cls(settings.spec, settings.folder, args))
@@ -123,11 +123,11 @@ async def generate(args: Any, sample: Any, sampling_params: dict[str, Any], eval
         A sample, or with `engine_rows: several` a list of samples of one `rollout_id`.
 
     Raises:
-        TrainError: kind `train_setup`: the temperatures differ, or as `Episodes`; kind `handover`: the episode has
+        TrainError: kind `train_setup`: the temperatures differ, or as `SlimeEpisodes`; kind `handover`: the episode has
             several rows.
-        EngineError: as `Episodes.samples`.
+        EngineError: as `SlimeEpisodes.samples`.
     """
-    episodes = await asyncio.to_thread(Episodes.of, args)
+    episodes = await asyncio.to_thread(SlimeEpisodes.of, args)
     given, wanted = sampling_params.get("temperature"), episodes.spec.sampling.temperature
     if given is not None and given != wanted:
         raise TrainError(
@@ -169,12 +169,12 @@ def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: b
 
     Raises:
         TrainError: kind `train_setup`: a group is not `n_samples_per_prompt` samples of one task, there is no
-            evaluation data, or as `Episodes`.
-        EngineError: as `Episodes.samples`.
+            evaluation data, or as `SlimeEpisodes`.
+        EngineError: as `SlimeEpisodes.samples`.
     """
     from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
 
-    episodes = Episodes.of(args)
+    episodes = SlimeEpisodes.of(args)
     if evaluation:
         return RolloutFnEvalOutput(data=_evaluated(args, episodes))
     wanted, size = args.rollout_batch_size, args.n_samples_per_prompt
@@ -215,7 +215,7 @@ def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: b
     return RolloutFnTrainOutput(samples=samples, metrics=metrics)
 
 
-async def _run(episodes: Episodes, groups: Sequence[Sequence[Any]]) -> list[list[list[Any]]]:
+async def _run(episodes: SlimeEpisodes, groups: Sequence[Sequence[Any]]) -> list[list[list[Any]]]:
     return [
         list(group)
         for group in await asyncio.gather(
@@ -230,7 +230,7 @@ def _trajectories(group: Sequence[Sequence[Any]]) -> list[Trajectory]:
     return [origin.trajectory for origin in origins if origin is not None and origin.trajectory is not None]
 
 
-def _evaluated(args: Any, episodes: Episodes) -> dict[str, dict[str, list[Any]]]:
+def _evaluated(args: Any, episodes: SlimeEpisodes) -> dict[str, dict[str, list[Any]]]:
     from slime.utils.data import read_file
     from slime.utils.types import Sample
 

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from engine.errors import TrainError
-from engine.plugins.trainers.handover import HandedRow, Sums, final_rows
+from engine.plugins.trainers.handover import BatchSums, HandedRow, final_rows
 
 if TYPE_CHECKING:
     from engine.schemas.trajectory import Branch, Trajectory
@@ -30,11 +30,11 @@ _CHANGES = "a hook of slime that changes or drops samples or columns"
 
 
 KEY = "engine"
-"""The key of `Sample.metadata` that holds an `Origin`."""
+"""The key of `Sample.metadata` that holds an `SampleOrigin`."""
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
+class SampleOrigin:
     """Where a sample comes from. It is saved with `--save-debug-rollout-data`, so saved samples can be converted
     too."""
 
@@ -46,10 +46,10 @@ class Origin:
     """The first token of the response: the first trained one."""
 
 
-def origin_of(sample: Any) -> Origin | None:
+def origin_of(sample: Any) -> SampleOrigin | None:
     """The origin of a sample; None if another function made it."""
     origin = (sample.metadata or {}).get(KEY)
-    return origin if isinstance(origin, Origin) else None
+    return origin if isinstance(origin, SampleOrigin) else None
 
 
 def samples_of(
@@ -80,7 +80,7 @@ def _untrained(sample: Any, trajectory: Trajectory | None) -> Any:
     sample.reward = 0.0 if trajectory is None else trajectory.outcome.reward
     sample.remove_sample = True
     sample.status = type(sample).Status.FAILED
-    sample.metadata = (sample.metadata or {}) | {KEY: Origin(trajectory, -1, 1)}
+    sample.metadata = (sample.metadata or {}) | {KEY: SampleOrigin(trajectory, -1, 1)}
     return sample
 
 
@@ -100,7 +100,7 @@ def _sample(
     statuses = type(sample).Status
     cut = trajectory.outcome.limit is not None or trajectory.turns[-1].finish.type == "length"
     made.status = statuses.TRUNCATED if cut else statuses.COMPLETED
-    made.metadata = (sample.metadata or {}) | {KEY: Origin(trajectory, branch.index, start)}
+    made.metadata = (sample.metadata or {}) | {KEY: SampleOrigin(trajectory, branch.index, start)}
     if vision is not None and branch.images:
         tensors = vision.tensors([[image.image for image in branch.images]])
         made.multimodal_train_inputs = {name: torch.from_numpy(value.copy()) for name, value in tensors.items()}
@@ -165,8 +165,8 @@ def convert(args: Any, samples: Sequence[Any]) -> dict[str, list[Any]]:
         _sums(tokens, mask, advantages)
         for tokens, mask, advantages in zip(data["tokens"], data["loss_masks"], data["rewards"], strict=True)
     ]
-    total = Sums.total(per_row)
-    Sums.of_rows(built).check(total, "slime", _CHANGES)
+    total = BatchSums.total(per_row)
+    BatchSums.of_rows(built).check(total, "slime", _CHANGES)
     totals = [float(total.tokens), float(total.trained), total.advantages]
     data["prompt"] = [[float(row.tokens), float(row.trained), row.advantages, *totals] for row in per_row]
     return data
@@ -244,10 +244,10 @@ def _from(row: HandedRow, start: int) -> HandedRow:
     )
 
 
-def _sums(tokens: Any, mask: Any, advantages: torch.Tensor) -> Sums:
+def _sums(tokens: Any, mask: Any, advantages: torch.Tensor) -> BatchSums:
     """The sums of one row as slime has it; rows without trained tokens count nothing."""
     trained = torch.as_tensor(mask, device="cpu")
-    return Sums.of_tensors(len(tokens), trained, advantages.cpu()) if trained.any() else Sums(0, 0, 0.0)
+    return BatchSums.of_tensors(len(tokens), trained, advantages.cpu()) if trained.any() else BatchSums(0, 0, 0.0)
 
 
 def _experts(sample: Any) -> Any:
@@ -301,7 +301,7 @@ def advantages(args: Any, rollout_data: dict[str, Any]) -> None:
             )
         tokens, trained, size = sums_of_rows[at][:3]
         actual = _sums(rollout_data["tokens"][at], mask, values)
-        Sums(int(tokens), int(trained), size).check(actual, "slime", _CHANGES)
+        BatchSums(int(tokens), int(trained), size).check(actual, "slime", _CHANGES)
         here += torch.tensor([actual.tokens, actual.trained, actual.advantages], dtype=torch.float64)
         part = slice_log_prob_with_cp(values.to(mask.device, torch.float32), total, response)
         parts.append(part)
@@ -311,9 +311,10 @@ def advantages(args: Any, rollout_data: dict[str, Any]) -> None:
         tokens, trained, size = sums_of_rows[0][3:]
         ranks = _added(here.to(device), mpu, with_context_parallel=False)
         slices = _added(sliced.to(device), mpu, with_context_parallel=True)
-        handed = Sums(int(tokens), int(trained), size)
-        handed.check(Sums(int(ranks[0]), int(ranks[1]), float(ranks[2])), "slime", _CHANGES)
-        handed.check(Sums(int(tokens), int(trained), float(slices[0])), "slime", "slicing with context parallelism")
+        handed = BatchSums(int(tokens), int(trained), size)
+        handed.check(BatchSums(int(ranks[0]), int(ranks[1]), float(ranks[2])), "slime", _CHANGES)
+        by_slices = BatchSums(int(tokens), int(trained), float(slices[0]))
+        handed.check(by_slices, "slime", "slicing with context parallelism")
     rollout_data["advantages"] = parts
     rollout_data["returns"] = list(parts)
 

@@ -15,7 +15,7 @@ import torch
 
 from engine.plugins.local.backend import LocalBackend
 from engine.plugins.local.kv import ATTENTION
-from engine.plugins.local.load import PackedModel, stash_budget
+from engine.plugins.local.load import BatchedModel, stash_budget
 from engine.plugins.local.rows import RowTable
 from engine.plugins.local.vision import VisionModel
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from engine.tokens.vision import Vision
 
 
-class _SharedModel(PackedModel):
+class _SharedModel(BatchedModel):
     """A model that the trainer has loaded."""
 
     def __init__(self, model: Any, *args: Any, **kwargs: Any) -> None:
@@ -61,12 +61,12 @@ class SharedBackend(LocalBackend):
         super().__init__(lambda: folder, decode, spec, vocab=vocab, context=context, vision=vision)
         self._model = model
 
-    def _load(self, folder: Path) -> tuple[PackedModel, RowTable]:
+    def _load(self, folder: Path) -> tuple[BatchedModel, RowTable]:
         if self._spec.threads is not None:
             torch.set_num_threads(self._spec.threads)
         first = next(self._model.parameters())
         rows, repeatable = self._spec.max_batch, self._spec.deterministic
-        packed: PackedModel
+        packed: BatchedModel
         if self._vision is None:
             packed = _SharedModel(self._model, folder, first.device, first.dtype, rows, repeatable=repeatable)
         else:

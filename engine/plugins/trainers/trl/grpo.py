@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from engine.errors import TrainError
-from engine.plugins.trainers.handover import Sums
+from engine.plugins.trainers.handover import BatchSums
 from engine.plugins.trainers.library import overrides
 from engine.plugins.trainers.pixels import checksum, checksums_of, row_sum
 from engine.plugins.trainers.trl.arguments import refuse_arguments
@@ -195,7 +195,7 @@ def _padded(rows: list[Any], like: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(padded).to(like.device)
 
 
-def sums_of_batches(batches: Sequence[Mapping[str, Any]]) -> Sums:
+def sums_of_batches(batches: Sequence[Mapping[str, Any]]) -> BatchSums:
     """The sums of what TRL's loss reads, over all slices of one generation."""
     slices = []
     for batch in batches:
@@ -210,8 +210,8 @@ def sums_of_batches(batches: Sequence[Mapping[str, Any]]) -> Sums:
             rows = zip(ids, there, checksums_of_rows(batch), strict=True)
             images = sum(row_sum(row[places], checksums) for row, places, checksums in rows)
         tokens = int(batch["prompt_mask"].sum() + batch["completion_mask"].sum())
-        slices.append(Sums.of_tensors(tokens, mask, advantages, images))
-    return Sums.total(slices)
+        slices.append(BatchSums.of_tensors(tokens, mask, advantages, images))
+    return BatchSums.total(slices)
 
 
 def checksums_of_rows(batch: Mapping[str, Any]) -> list[list[int]]:
@@ -223,7 +223,7 @@ def checksums_of_rows(batch: Mapping[str, Any]) -> list[list[int]]:
     return [[next(checksums) for _ in range(count)] for count in batch["num_images"]]
 
 
-def check_batches(rows: Sums, batches: Sequence[Mapping[str, Any]]) -> None:
+def check_batches(rows: BatchSums, batches: Sequence[Mapping[str, Any]]) -> None:
     """Compare the engine's sums with those of TRL's batch.
 
     Raises:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from engine.errors import TrainError
 from engine.plugins.local.spec import LocalBackendSpec
-from engine.plugins.trainers.handover import HandedRow, SeveralRows, Sums, groups_of, one_row_each
+from engine.plugins.trainers.handover import BatchSums, HandedRow, SeveralRows, groups_of, one_row_each
 from engine.plugins.trainers.process import LoopThread
 from engine.plugins.trainers.rollouts import TrainerRollouts
 from engine.spec.load import LoadedSpec, load_spec
@@ -73,7 +73,7 @@ class EngineRollouts:
         self._model: Any = None
         self.handed: list[HandedRow] = []
         """The rows of the newest call, one for each prompt."""
-        self.sums = Sums(0, 0, 0.0)
+        self.sums = BatchSums(0, 0, 0.0)
         """Their sums; that of the images is the trainer's."""
         self.version = -1
         """The weight version of the newest call: the number of TRL's updates before it."""
@@ -124,7 +124,7 @@ class EngineRollouts:
             for trajectory in group.trajectories
         }
         self.handed = self._handed(batch, len(groups), samples)
-        self.sums = Sums.of_rows(self.handed)
+        self.sums = BatchSums.of_rows(self.handed)
         slots = [ended.get((number, sample)) for number in range(len(groups)) for sample in range(samples)]
         return {
             "prompt_ids": [row.prompt_ids for row in self.handed],

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.errors import BackendError
 from engine.plugins.sglang.routing import layout_of
-from engine.plugins.trainers.backend import Sampled, TrainerBackend, given
+from engine.plugins.trainers.backend import TrainerBackend, TrainerReply, given
 from engine.plugins.trainers.settings import value_of
 from engine.plugins.trainers.verl.settings import SHARED
 from engine.tokens.pixels import decode
@@ -49,7 +49,7 @@ class VerlBackend(TrainerBackend):
         backend.layout = layout_of(episodes.model_folder) if declared.asks_experts else None
         return backend
 
-    async def sample(self, request: GenerateRequest) -> Sampled:
+    async def sample(self, request: GenerateRequest) -> TrainerReply:
         """See `TrainerBackend.sample`. Requests of one episode have one id, so verl sends them to one server.
 
         Raises:
@@ -74,7 +74,7 @@ class VerlBackend(TrainerBackend):
         # vLLM's server says `completed` of replies that were cut, too.
         cut = reply.stop_reason == "length" or count >= request.max_new_tokens
         cached = int(reply.extra_fields.get("num_cached_tokens") or 0)
-        return Sampled(reply.token_ids, reply.log_probs, [oldest] * count, cut, cached, reply.routed_experts)
+        return TrainerReply(reply.token_ids, reply.log_probs, [oldest] * count, cut, cached, reply.routed_experts)
 
     def stats(self) -> dict[str, Any]:
         """`requests`, `tokens`, and `collapsed_versions`: replies of several versions."""

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from engine.errors import TrainError
-from engine.plugins.trainers.handover import HandedRow, Sums, images_of
+from engine.plugins.trainers.handover import BatchSums, HandedRow, images_of
 from engine.plugins.trainers.pixels import Pixels, checksums_of, row_sum
 from engine.plugins.trainers.verl import fixes
 from engine.tokens.image_bank import RecentlyUsed
@@ -70,7 +70,7 @@ def group_rows(
     `trajectories`: the episodes by id; `columns`: those of verl's data set.
     """
     handed = list(map(HandedRow.of, rows))
-    sums = Sums.of_rows(handed)
+    sums = BatchSums.of_rows(handed)
     totals = dict(zip(TAGS, (sums.tokens, sums.trained, sums.advantages), strict=True))
     names = sorted({name for trajectory in trajectories.values() for name in trajectory.outcome.rewards})
     keys, fields, tags = [], [], []
@@ -187,12 +187,12 @@ def check_rows(
     Raises:
         TrainError: kind `handover`: the sums differ, so a row, a token or an advantage was lost.
     """
-    groups: dict[str, Sums] = {}
-    rows: list[Sums] = []
+    groups: dict[str, BatchSums] = {}
+    rows: list[BatchSums] = []
     for place, (key, tag) in enumerate(zip(keys, tags, strict=True)):
         if tag.get("is_padding"):
             continue
-        groups[key.rsplit("_", 2)[0]] = Sums(*(tag[name] for name in TAGS))
+        groups[key.rsplit("_", 2)[0]] = BatchSums(*(tag[name] for name in TAGS))
         other = int(tag[IMAGES] != images[place])
-        rows.append(Sums.of_tensors(tokens[place], masks[place], advantages[place], other))
-    Sums.total(groups.values()).check(Sums.total(rows), "verl", CHANGES)
+        rows.append(BatchSums.of_tensors(tokens[place], masks[place], advantages[place], other))
+    BatchSums.total(groups.values()).check(BatchSums.total(rows), "verl", CHANGES)

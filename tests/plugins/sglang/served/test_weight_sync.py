@@ -18,7 +18,7 @@ from engine.errors import BackendError, TrainError
 from engine.plugins.sglang.client import SGLangBackend
 from engine.plugins.sglang.spec import SGLangBackendSpec
 from engine.plugins.weights.server_pushes import check_versions
-from engine.plugins.weights.shared_tensors import SharedBuffer, buffer_bytes
+from engine.plugins.weights.shared_tensors import SharedBlock, buffer_bytes
 from engine.schemas.episode import EpisodeSpec
 from engine.schemas.generation import GenerateRequest, Generation, SamplingParams
 from engine.schemas.sections import read_stored
@@ -265,7 +265,7 @@ async def test_a_push_after_one_that_was_broken_off_begins_anew(
     (server,) = backend.workers
     await server.json("POST", "/begin_weight_update", {})
     piece = list(policy.weights().items())[:3]
-    buffer = SharedBuffer(buffer_bytes(piece))
+    buffer = SharedBlock(buffer_bytes(piece))
     buffer.write(piece)
     body = {"serialized_named_tensors": [buffer.serialize()], "flush_cache": False}
     assert (await server.json("POST", "/update_weights_from_tensor", body))["success"]

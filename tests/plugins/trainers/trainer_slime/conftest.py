@@ -19,7 +19,7 @@ from slime_kit import (
     start_router,
 )
 
-from engine.plugins.trainers.slime.rollouts import Episodes
+from engine.plugins.trainers.slime.rollouts import SlimeEpisodes
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def router(tiny_model_dir: Path) -> Iterator[Any]:
 def args(router: Any, write: Callable[..., Path]) -> Iterator[Any]:
     made = slime_args(router.url, write(), rollout_function_path="slime.rollout.sglang_rollout.generate_rollout")
     yield made
-    Episodes.of(made).stop()
+    SlimeEpisodes.of(made).stop()
 
 
 REWRITING = (

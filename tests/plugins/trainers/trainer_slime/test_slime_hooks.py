@@ -26,7 +26,7 @@ from slime_kit import (
 
 from engine.errors import TrainError
 from engine.plugins.trainers.slime import advantages, convert, generate, generate_rollout
-from engine.plugins.trainers.slime.rollouts import Episodes
+from engine.plugins.trainers.slime.rollouts import SlimeEpisodes
 from engine.plugins.trainers.slime.rows import samples_of
 
 
@@ -55,7 +55,7 @@ def test_a_rewritten_history_is_two_samples_of_one_rollout(router: Any, write: A
         data = convert(args, samples)
         assert_same(samples, data, stored(args))
     finally:
-        Episodes.of(args).stop()
+        SlimeEpisodes.of(args).stop()
     assert len(samples) == 8
     assert data["rollout_ids"] == [0, 0, 1, 1, 2, 2, 3, 3]
     assert data["rollout_mask_sums"] == [10] * 8
@@ -68,7 +68,7 @@ def test_one_sample_for_each_episode_is_refused_for_several_rows(router: Any, wr
         with pytest.raises(TrainError, match=r"has 2 rows, .*`engine_rows: several`"):
             sampled(args)
     finally:
-        Episodes.of(args).stop()
+        SlimeEpisodes.of(args).stop()
 
 
 # --- the rollout function, with a stand-in of its two result classes -----------------------------------------------
@@ -104,7 +104,7 @@ def test_a_rollout_is_groups_of_samples_or_of_lists(router: Any, write: Any, rew
     try:
         output = generate_rollout(args, 0, Source())
     finally:
-        Episodes.of(args).stop()
+        SlimeEpisodes.of(args).stop()
     assert [len(group) for group in output.samples] == [2, 2]
     flat = [sample for group in output.samples for each in group for sample in (each if rows == 2 else [each])]
     assert_same(flat, convert(args, flat), stored(args))
@@ -133,7 +133,7 @@ def test_groups_without_signal_are_replaced_for_a_number_of_rounds(router: Any, 
     try:
         output = generate_rollout(args, 0, source)
     finally:
-        Episodes.of(args).stop()
+        SlimeEpisodes.of(args).stop()
     assert source.given == [2, 2, 2]  # every reward is 1
     assert len(output.samples) == 2
     assert output.metrics["engine/groups_replaced"] == 4
@@ -149,7 +149,7 @@ def test_a_group_of_one_episode_is_replaced_or_not_trained(router: Any, write: A
     try:
         output = generate_rollout(args, 0, Source())
     finally:
-        Episodes.of(args).stop()
+        SlimeEpisodes.of(args).stop()
     assert output.metrics["engine/groups_small"] >= 1
     flat = [sample for group in output.samples for sample in group]
     data = convert(args, flat)

@@ -16,7 +16,7 @@ from slime_kit import Sample, assert_same, document, slime_args, start_router, s
 from vision_code import MACHINE
 
 from engine.plugins.trainers.slime import convert, generate
-from engine.plugins.trainers.slime.rollouts import Episodes
+from engine.plugins.trainers.slime.rollouts import SlimeEpisodes
 from engine.plugins.trainers.slime.rows import origin_of
 
 
@@ -45,9 +45,9 @@ def test_images_of_all_turns_are_columns(tmp_path: Path, window: dict[str, Any],
 
     try:
         samples = asyncio.run(run())
-        vision = Episodes.of(args).format.vision
+        vision = SlimeEpisodes.of(args).format.vision
         data = convert(args, samples)
-        Episodes.of(args).stop()
+        SlimeEpisodes.of(args).stop()
     finally:
         stop()
     assert_same(samples, data, stored(args))

@@ -21,7 +21,7 @@ from engine.environments.geo3k import problems
 from engine.errors import TrainError
 from engine.plugins.trainers.capabilities import TRAINERS
 from engine.plugins.trainers.slime import advantages, convert, generate_rollout
-from engine.plugins.trainers.slime.rollouts import Episodes
+from engine.plugins.trainers.slime.rollouts import SlimeEpisodes
 from engine.plugins.trainers.slime.settings import refuse_arguments
 from engine.spec.load import load_spec
 
@@ -123,7 +123,7 @@ def test_the_example_runs(place: Path, flags: dict[str, Any]) -> None:
         )
         samples = [sample for group in output.samples for sample in group]
         data = convert(args, samples)
-        Episodes.of(args).stop()
+        SlimeEpisodes.of(args).stop()
     finally:
         stop()
     rows = stored(args)

@@ -17,7 +17,7 @@ def main(rows_file: str, spec_file: str) -> None:
 
     from engine.errors import TrainError
     from engine.plugins.trainers import areal as ours
-    from engine.plugins.trainers.handover import HandedRow, Sums
+    from engine.plugins.trainers.handover import BatchSums, HandedRow
     from engine.spec.load import load_spec
     from engine.store.rows.row import RowEpisode, TrainingRow
 
@@ -64,7 +64,7 @@ def main(rows_file: str, spec_file: str) -> None:
         made = ours.trajectory([row for row, _ in group], [columns["reward"] for _, columns in group], actor=actor)
         assert check_trajectory_format(made)
         trajectories.append(made)
-    handed = Sums.of_rows([*map(HandedRow.of, rows)])
+    handed = BatchSums.of_rows([*map(HandedRow.of, rows)])
     given = concat_padded_tensors(trajectories)
     versions = [line[mask == 1].tolist() for line, mask in zip(given["versions"], given["loss_mask"], strict=True)]
     batch = PPOActor(actor, None)._compute_advantages(dict(given))

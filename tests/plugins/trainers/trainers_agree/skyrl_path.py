@@ -23,7 +23,7 @@ def main(rows_file: str, spec_file: str) -> None:
 
     from engine.errors import TrainError
     from engine.plugins.trainers import skyrl as ours
-    from engine.plugins.trainers.handover import HandedRow, Sums
+    from engine.plugins.trainers.handover import BatchSums, HandedRow
     from engine.spec.load import load_spec
     from engine.store.rows.row import TrainingRow
 
@@ -92,12 +92,12 @@ def main(rows_file: str, spec_file: str) -> None:
     batch = trainer.convert_to_training_input(output, uids)
     batch["values"] = None
     batch = trainer.compute_advantages_and_returns(batch)
-    Sums.of_rows(handed).check(ours.sums_of_batch(batch), "SkyRL", "nothing here")
+    BatchSums.of_rows(handed).check(ours.sums_of_batch(batch), "SkyRL", "nothing here")
     said = ""
     lost = batch["advantages"].clone()
     batch["advantages"] = lost * 0.5
     try:
-        Sums.of_rows(handed).check(ours.sums_of_batch(batch), "SkyRL", "a test")
+        BatchSums.of_rows(handed).check(ours.sums_of_batch(batch), "SkyRL", "a test")
     except TrainError as error:
         said = str(error)
     told = []
