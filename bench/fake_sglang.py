@@ -21,6 +21,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from fake_vllm import COMPLETIONS, GENERATE, FakeVLLM
 
 PROMPT = b'"input_ids":['
@@ -42,9 +43,20 @@ class Call:
         self.prompt = body[at : body.find(b"]", at)]
         at = body.find(RID) + len(RID)
         self.rid = body[at : body.find(b'"', at)]
+        self.session: tuple[str, str] | None = None
+        """The session and the request that it goes on after; empty: none."""
+        self.earlier: list[bytes] = []
+        """The JSON of the ids that its session has, in pieces."""
+        self.before = 0
+        """How many ids these are."""
+        if b'"session_params":' in body[-4096:]:
+            fields = body[body.rfind(b'"session_params":') :].partition(b":")[2].partition(b"}")[0]
+            names = json.loads(fields + b"}")
+            self.session = names["id"], names.get("rid", "")
         self.experts_from: int | None = None
         if b'"return_routed_experts":true' in body:
-            self.experts_from = int(json.loads(body).get("routed_experts_start_len", 0))
+            _, start, number = body.rpartition(b'"routed_experts_start_len":')
+            self.experts_from = int(number.partition(b",")[0].rstrip(b"} ")) if start else 0
         self.echo = b'"return_prompt_token_ids":true' in body[-4096:]
         at = body.find(LENGTH) + len(LENGTH)
         self.most = int(body[at:].partition(b",")[0].rstrip(b"}")) if at >= len(LENGTH) else 128
@@ -52,14 +64,24 @@ class Call:
     def reply(self, **changes: Any) -> bytes:
         """The body of a good reply. `changes` replace keys of `meta_info`, or `output_ids`, `prompt_token_ids`."""
         most = self.most
+        if self.experts_from is not None and self.server.same_experts is not None:
+            tokens = self.before + self.prompt.count(b",") + 1
+            tokens += min(most, len(self.server.output)) - 1 - self.experts_from
+            chosen = base64.b64encode(np.repeat(self.server.same_experts, tokens, 0).tobytes())
+            if most < len(self.server.output):
+                self.experts_from = None
+                return self.reply(routed_experts=chosen.decode(), **changes)
+            good = self.server.good(self.rid, self.prompt, self.echo, self.before)
+            return good.replace(b'"queue_time"', b'"routed_experts":"%b","queue_time"' % chosen, 1)
         if self.experts_from is not None and self.server.experts is not None and "routed_experts" not in changes:
             output = changes.get("output_ids", self.server.output[:most])
-            ids = [*map(int, self.prompt.split(b",")), *output][self.experts_from : -1]
+            prompt = b",".join([*self.earlier, self.prompt])
+            ids = [*map(int, prompt.split(b",")), *output][self.experts_from : -1]
             chosen = self.server.experts(ids, self.experts_from)
             changes = changes | {"routed_experts": base64.b64encode(chosen.astype("<i4").tobytes()).decode()}
         if most >= len(self.server.output):
             if not changes:
-                return self.server.good(self.rid, self.prompt, self.echo)
+                return self.server.good(self.rid, self.prompt, self.echo, self.before)
         else:
             version = self.server.weight_version
             rows = list(zip(self.server.logprobs, self.server.output, itertools.repeat(None)))[:most]
@@ -71,7 +93,7 @@ class Call:
             cut["finish_reason"] = {"type": "length", "length": most}
             cut["weight_versions"] = [{"version": version, "start": 0, "end": most}]
             changes = cut | changes
-        data = json.loads(self.server.good(self.rid, self.prompt, self.echo))
+        data = json.loads(self.server.good(self.rid, self.prompt, self.echo, self.before))
         for name, value in changes.items():
             (data if name in ("output_ids", "prompt_token_ids", "text") else data["meta_info"])[name] = value
         return json.dumps(data, separators=(",", ":")).encode()
@@ -138,6 +160,8 @@ class FakeSGLang:
         self.seeded = False
         self.experts: Callable[[list[int], int], Any] | None = None
         """Gives the experts of ids at the positions from a number on, an integer array [ids, layers, top_k]; None: no routing."""
+        self.same_experts: Any = None
+        """The experts of every token, int32 [1, layers, top_k]: at once, while `experts` reads the ids."""
         self.hung = False
         """Takes connections and requests, and never answers anything."""
         self.down = False
@@ -152,6 +176,9 @@ class FakeSGLang:
         """Path and body of the control calls."""
         self.aborted: list[str] = []
         self.running: dict[str, Call] = {}
+        self.sessions: dict[str, dict[str, tuple[list[bytes], int]]] = {}
+        """By session, by request: the JSON of its ids with its reply's, in pieces, and how many these are."""
+        self.bytes_in = self.bytes_out = 0
         self.tokenize: Callable[[str], list[int]] | None = None
         self.requests = 0
         self.prompt_tokens = 0
@@ -181,12 +208,12 @@ class FakeSGLang:
             f'{{"text":{json.dumps(text)},"output_ids":[{",".join(map(str, output))}],"meta_info":{{"id":"'.encode()
         )
 
-    def good(self, rid: bytes, prompt: bytes, echo: bool = True) -> bytes:
+    def good(self, rid: bytes, prompt: bytes, echo: bool = True, before: int = 0) -> bytes:
         """What SGLang would answer."""
         if self._metas.get(self.weight_version) is None:
             self._metas[self.weight_version] = self._meta.replace("@", self.weight_version).encode()
         meta = self._metas[self.weight_version]
-        count = prompt.count(b",") + 1
+        count = before + prompt.count(b",") + 1
         if not echo:
             return b"%b%b%b%d}}" % (self._head, rid, meta, count)
         return b'%b%b%b%d},"prompt_token_ids":[%b]}' % (self._head, rid, meta, count, prompt)
@@ -238,6 +265,15 @@ class FakeSGLang:
         self._count(call.prompt, b'"return_logprob":true' in call.body or b'"return_logprob": true' in call.body)
         if self.keep:
             self.calls.append(call.body)
+        if call.session is not None:
+            requests, after = self.sessions.get(call.session[0]), call.session[1]
+            if requests is None or (after and after not in requests):
+                call.answer(b'{"error":{"message":"Invalid request session id"}}', 400)
+                return
+            call.earlier, call.before = requests[after] if after else ([], 0)
+            output = b",".join(b"%d" % token for token in self.output[: call.most])
+            count = call.before + call.prompt.count(b",") + output.count(b",") + 2
+            requests[call.rid.decode()] = [*call.earlier, call.prompt, output], count
         if self.faults:
             await self.faults.pop(0)(call)
             return
@@ -263,7 +299,7 @@ class FakeSGLang:
             return 200, {
                 "max_req_input_len": self.context,
                 "enable_deterministic_inference": self.seeded,
-                "enable_return_routed_experts": self.experts is not None,
+                "enable_return_routed_experts": self.experts is not None or self.same_experts is not None,
                 "version": "fake",
             }
         if path == "/tokenize" and self.tokenize is not None:
@@ -275,6 +311,14 @@ class FakeSGLang:
             return 200, {"workers": []}
         if path == "/v1/loads":
             return 200, {"loads": [{"num_running_reqs": len(self.running), "num_waiting_reqs": 0}]}
+        if path in ("/open_session", "/close_session"):
+            settings = json.loads(body)
+            self.control.append((path, settings))
+            if path == "/open_session":
+                self.sessions[settings["session_id"]] = {}
+            else:
+                self.sessions.pop(settings["session_id"], None)
+            return 200, settings["session_id"]
         if path == "/abort_request":
             return self._abort(json.loads(body)["rid"])
         if path == "/update_weights_from_disk":
@@ -292,6 +336,8 @@ class FakeSGLang:
                 "prompt_tokens": self.prompt_tokens,
                 "scored": self.scored,
                 "busy_seconds": self.busy,
+                "bytes_in": self.bytes_in,
+                "bytes_out": self.bytes_out,
                 "aborted": len(self.aborted),
                 "cpu_seconds": time.process_time(),
             }
@@ -340,6 +386,7 @@ class _Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._buffer += data
+        self._fake.bytes_in += len(data)
         while (end := self._buffer.find(b"\r\n\r\n")) >= 0:
             head = bytes(self._buffer[:end])
             at = head.find(b"Content-Length: ")
@@ -360,6 +407,7 @@ class _Connection(asyncio.Protocol):
             task.get_loop().call_exception_handler({"message": "the fake server failed", "exception": task.exception()})
 
     def write(self, data: bytes) -> None:
+        self._fake.bytes_out += len(data)
         if not self._transport.is_closing():
             self._transport.write(data)
 
@@ -376,6 +424,9 @@ async def _serve(arguments: argparse.Namespace, output: list[int], text: str) ->
         context=1 << 20,
         text=text,
     )
+    if arguments.experts:
+        layers, top_k, experts = arguments.experts
+        fake.same_experts = np.arange(layers * top_k, dtype=np.int32).reshape(1, layers, top_k) % experts
     print(await fake.start(port=arguments.port), flush=True)
     await asyncio.Event().wait()
 
@@ -388,6 +439,7 @@ def main() -> None:
     parser.add_argument("--latency", type=float, default=0.0, help="seconds that a reply takes")
     parser.add_argument("--slots", type=int, default=0, help="replies that are worked on at once; 0 is no limit")
     parser.add_argument("--vocab", type=int, default=1 << 20, help="number of ids of its model")
+    parser.add_argument("--experts", type=int, nargs=3, metavar=("LAYERS", "TOP_K", "EXPERTS"), help="of its model")
     arguments = parser.parse_args()
     reply = (
         json.loads(Path(arguments.reply).read_text()) if arguments.reply else {"ids": list(range(100, 228)), "text": ""}

@@ -41,7 +41,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -159,7 +159,9 @@ SUBJECTS: dict[str, Subject] = {
 class Fake:
     """The fake server in a process of its own."""
 
-    def __init__(self, workload: Workload, *, latency: float = 0.0, slots: int = 0) -> None:
+    def __init__(
+        self, workload: Workload, *, latency: float = 0.0, slots: int = 0, experts: Sequence[int] = ()
+    ) -> None:
         self._folder = tempfile.TemporaryDirectory()
         path = Path(self._folder.name) / "reply.json"
         text = workload.tokenizer.decode(workload.reply, skip_special_tokens=False)
@@ -167,6 +169,7 @@ class Fake:
         script = Path(__file__).parent / "fake_sglang.py"
         command = [sys.executable, str(script), "--reply", str(path), "--latency", str(latency), "--slots", str(slots)]
         command += ["--vocab", str(workload.tokenizer.get_vocab_size())]
+        command += ["--experts", *map(str, experts)] if experts else []
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         cores = sorted(os.sched_getaffinity(0))
         if len(cores) > 1:

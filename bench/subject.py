@@ -43,11 +43,16 @@ class Engine:
         model: A folder with a tokenizer, or a name of the catalogue.
         turns: Turns of an episode: it ends by the limit on them.
         prompt: How many tokens a prompt has, about.
+        backend: More keys of the spec's backend.
     """
 
-    def __init__(self, url: str, model: str, turns: int, *, prompt: int = 347) -> None:
+    def __init__(
+        self, url: str, model: str, turns: int, *, prompt: int = 347, backend: dict[str, Any] | None = None
+    ) -> None:
+        self._backend = {"kind": "sglang", "urls": [url], **(backend or {})}
+        self.stored = 0
+        """Bytes of the newest run's folder at its end."""
         self._folder = Path(tempfile.mkdtemp(prefix="bench-rollout-"))
-        self._url = url
         self._model = str(Path(model).resolve()) if Path(model).exists() else model
         self._turns = turns
         rest = 260 if self._knows_tools() else 110  # the tool's schema, where the template shows it
@@ -61,7 +66,7 @@ class Engine:
             "spec": "episode/v1",
             "name": "bench",
             "model": {"path": self._model, "context": 1_000_000},
-            "backend": {"kind": "sglang", "urls": [self._url]},
+            "backend": self._backend,
             "sampling": {"temperature": 1.0, "max_new_tokens": 512},
             "tasks": {"source": "inline", "rows": [{"id": f"t{n}"} for n in range(tasks)], "id": "id"},
             "prompt": [
@@ -126,6 +131,7 @@ class Engine:
         finally:
             await backend.close()
             store.close()
+            self.stored = sum(path.stat().st_size for path in (self._folder / "runs").rglob("*") if path.is_file())
             shutil.rmtree(self._folder / "runs", ignore_errors=True)
         done = len(tasks) * SAMPLES
         assert not result.faults, result.faults

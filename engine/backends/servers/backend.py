@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from engine.backends.http.outage import Outage
     from engine.backends.servers.dialect import Dialect
     from engine.backends.servers.launched import LaunchedServers
+    from engine.backends.servers.sessions import Sessions
     from engine.backends.servers.wire import ReplyPart
     from engine.backends.weights import PolicyAdapter
     from engine.schemas.backend import ServersSpec
@@ -56,6 +57,8 @@ class ServersBackend(Backend):
 
     dialect: ClassVar[Dialect]
     """How its servers write requests and replies."""
+    sessions: Sessions | None = None
+    """Set where servers keep the prompts of long episodes."""
 
     def __init__(
         self,
@@ -263,6 +266,8 @@ class ServersBackend(Backend):
         """Drop the prompt and the server of an episode that has ended."""
         self.encoder.forget(episode_id)
         self.pool.forget(episode_id)
+        if self.sessions is not None:
+            self.sessions.end(episode_id)
 
     async def close(self) -> None:
         """Have the servers stop what is running, wait up to `ABORT_SECONDS` until they know, and close all

@@ -113,8 +113,11 @@ class ReplyCall(HttpCall):
                 self.over.set_result(None)
                 return
             rid, prefixes = backend.new_rid(), backend.weights.prefixes
+            session = None
+            if backend.sessions is not None and not self.sampled:
+                session = backend.sessions.session(self.request, server, self.ids)
             self._sent = sent = backend.encoder.encode(
-                self.asked, rid, self.ids, self.most_tokens, self.sampled, prefixes=prefixes
+                self.asked, rid, self.ids, self.most_tokens, self.sampled, prefixes=prefixes, session=session
             )
         except Exception as error:  # noqa: BLE001  (the caller gets it, not who freed the slot)
             self._fail(error)
@@ -148,6 +151,10 @@ class ReplyCall(HttpCall):
         except Exception as error:  # noqa: BLE001  (the caller gets it, not the event loop)
             part = error
         backend.pool.answered(server, status, retry_after)
+        if status == 400 and self._sent.session is not None:  # most often it is gone: ask with the whole prompt
+            self._end_session()
+            self.send()
+            return True
         if isinstance(part, ReplyError):
             backend.counts["bad_replies"] += 1
             message = f"{server.url} sent a reply that cannot be used: {part}"
@@ -171,6 +178,8 @@ class ReplyCall(HttpCall):
             self._end_policy()
             part = replace(part, versions=[VersionSpan(version=policy.version, start=0, end=tokens)] if tokens else [])
         self.parts.append(part)
+        if self._sent.session is not None and part.finish.type != "abort" and self._backend.sessions is not None:
+            self._backend.sessions.replied(self._sent, part.ids)
         if part.finish.type == "abort" and self._backend.resumes and self.interruptions < INTERRUPTIONS:
             self.over.set_result(None)
         else:
@@ -250,8 +259,13 @@ class ReplyCall(HttpCall):
             self._policy = None
 
     def _fail(self, error: Exception) -> None:
+        self._end_session()
         self.error = error
         self.over.set_result(None)
+
+    def _end_session(self) -> None:
+        if self._backend.sessions is not None:
+            self._backend.sessions.failed(self.request.episode_id)
 
     def _abort(self) -> Server:
         server = self._end_request()

@@ -33,6 +33,7 @@ from engine.tokens.experts import ExpertLayout
 
 if TYPE_CHECKING:
     from engine.backends.servers.dialect import Dialect
+    from engine.backends.servers.sessions import Session
 
 _FINISHES = ("stop", "length", "abort")
 _META_BYTES = 1 << 20
@@ -53,6 +54,10 @@ class EncodedRequest(msgspec.Struct, frozen=True):
     ids: np.ndarray
     """The same as int32 [tokens]. What is sent instead, where there are images, holds one placeholder for each."""
     max_new_tokens: int
+    session: Session | None = None
+    """The server's session that it belongs to."""
+    in_session: int = 0
+    """How many of `ids` the session has: they are not sent, and `prompt` holds the others."""
     experts_from: int | None = None
     """The experts of the tokens from this one on are requested; None: none are."""
     layout: ExpertLayout | None = None
@@ -135,6 +140,7 @@ class RequestEncoder:
         sampled: int = 0,
         *,
         prefixes: str | None = None,
+        session: Session | None = None,
     ) -> EncodedRequest:
         """The body that asks for up to `max_new_tokens` after `ids`.
 
@@ -145,16 +151,19 @@ class RequestEncoder:
             max_new_tokens: most tokens to sample now.
             sampled: how many of `ids` were sampled already; `min_new_tokens` counts them.
             prefixes: cached prefixes are shared among requests that give the same name here.
+            session: the server's session that the request belongs to.
 
         Raises:
             BackendError: an id is outside the vocabulary (kind `bad_prompt`).
         """
         prompt = self._prompt(request.episode_id, ids)
         sent, images = self._with_images(request, ids) if request.images else (prompt, b"")
+        if in_session := 0 if session is None else session.covers(ids):
+            sent = prompt = (msgspec.json.encode(ids[in_session:].tolist())[1:-1],)
         if self._own_prefixes is not None:
             prefixes = f"{self._own_prefixes}{prefixes or ''}/{request.episode_id}"
         tail = self._tail % (
-            images,
+            images if session is None else session.fields(in_session),
             b"" if request.experts_from is None else self._experts_fields % request.experts_from,
             b"" if prefixes is None else self._prefixes_field + msgspec.json.encode(prefixes),
             b"" if request.adapter is None else self._adapter_field + msgspec.json.encode(request.adapter),
@@ -169,6 +178,8 @@ class RequestEncoder:
             sum(map(len, prompt)),
             ids,
             max_new_tokens,
+            session,
+            in_session,
             request.experts_from,
             self._layout,
         )
@@ -190,7 +201,7 @@ class RequestEncoder:
     def _prompt(self, episode_id: str, ids: np.ndarray) -> tuple[bytes, ...]:
         tail: np.ndarray = ids
         text: tuple[bytes, ...] = ()
-        if (before := self._known.get(episode_id)) is not None and _begins_with(ids, before.ids):
+        if (before := self._known.get(episode_id)) is not None and begins_with(ids, before.ids):
             tail, text = ids[before.ids.size :], before.text
         if tail.size:
             if np.maximum.reduce(tail.view(np.uint32)) >= self.vocab_size:  # a negative one is the largest
@@ -231,7 +242,7 @@ class RequestEncoder:
         return msgspec.json.encode(fields)[1:-1]
 
 
-def _begins_with(ids: np.ndarray, before: np.ndarray) -> bool:
+def begins_with(ids: np.ndarray, before: np.ndarray) -> bool:
     """Whether a prompt begins with an earlier one. Read-only views of one buffer are a tape's, which only grows: they
     are not compared."""
     if ids.base is before.base is not None and not ids.flags.writeable and not before.flags.writeable:
@@ -314,8 +325,10 @@ def read_reply(dialect: Dialect, body: bytes | bytearray, sent: EncodedRequest, 
         raise ReplyError(f"it is not what {dialect.servers} answers: {error}") from None
     if reply.rid and reply.rid != sent.rid:  # before anything else: the rest is another request's
         raise ReplyError(f"it answers request {reply.rid!r}, not {sent.rid!r}")
-    if reply.echo is not None and reply.echo != sent.ids.tolist():
-        raise PromptMismatch(sent.ids, reply.echo)
+    if reply.echo is not None and reply.echo != (new := sent.ids[sent.in_session :]).tolist():
+        raise PromptMismatch(new, reply.echo)
+    if sent.in_session and (not reply.echoed or reply.prompt_tokens is None):
+        raise ReplyError("it does not say which prompt it had in its session")
     ids, count, prompt_tokens = reply.ids, len(reply.ids), len(sent.ids)
     if reply.prompt_tokens is not None and reply.prompt_tokens != prompt_tokens:
         raise ReplyError(f"it counts {reply.prompt_tokens} prompt tokens where {prompt_tokens} were sent")

@@ -10,6 +10,7 @@ from msgspec.structs import asdict
 
 from engine.backends.servers.checks import CheckedServers
 from engine.backends.servers.pool import Server
+from engine.backends.servers.sessions import Sessions
 from engine.backends.weights import ServerWeights
 from engine.errors import BackendError
 from engine.plugins.sglang.checks import EXPERTS_FLAG, ask_worker, dropped_by, workers_of
@@ -51,6 +52,9 @@ class SGLangBackend(CheckedServers):
         super().__init__(*args, **options)
         self.control = Control(self.pool)
         self.weights: Control | FollowedWeights = self.control
+        if self._spec.sessions:
+            self.sessions = Sessions()
+            self.at_close.append(self.sessions.close)
         self.dropped: list[str] = []
         """Parameters that the router drops."""
         self.verified: ServerDifference | None = None
@@ -171,6 +175,12 @@ class SGLangBackend(CheckedServers):
             raise BackendError(
                 f"{server.url} does not report routed experts: start it with {EXPERTS_FLAG}, or remove "
                 "`backend.routed_experts`",
+                kind="wrong_server",
+            )
+        if self.sessions is not None and details.get("dp_size", 1) > 1:
+            raise BackendError(
+                f"{server.url} runs with --dp-size, and each of its parts has its own sessions: remove "
+                "`backend.sessions`, or start one server for each part",
                 kind="wrong_server",
             )
         context = details.get("max_req_input_len")

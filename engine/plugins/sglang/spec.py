@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar, Literal
 
+from pydantic import model_validator
+
 from engine.schemas.backend import ServersSpec
 
 
@@ -28,6 +30,16 @@ class SGLangBackendSpec(ServersSpec):
     """Keep the experts that a mixture-of-experts model chose for each token, in rows too; `engine train` then uses the
     same experts. The servers need `--enable-return-routed-experts`; launched ones get it. `exact`: episodes share no
     cached prefix, so that the first token of a reply, too, has the experts that it was sampled with."""
+    sessions: bool = False
+    """The servers keep the prompts of episodes of more than 8,192 tokens (SGLang's sessions), so that a turn sends its
+    new tokens alone. They hold up to 180 MB of memory (not of the GPU) for each such episode. Prompts with images are
+    sent whole. Not with `router`, nor with servers that run with `--dp-size`."""
+
+    @model_validator(mode="after")
+    def _sessions_without_router(self) -> SGLangBackendSpec:
+        if self.sessions and self.router:
+            raise ValueError("a router does not send the requests of a session to its server: remove `sessions`")
+        return self
 
     @classmethod
     def _for_urls(cls) -> tuple[str, ...]:

@@ -161,7 +161,7 @@ def on_tape(encoder: Encoder, tape: Tape) -> EncodedRequest:
 @pytest.mark.parametrize("context", [100, 100_000])
 def test_what_a_turn_encodes_depends_on_its_new_tokens_alone(context: int, monkeypatch: pytest.MonkeyPatch) -> None:
     encoder, tape, compared, encoded = Encoder(vocab_size=VOCAB, seeded=False), Tape(VOCAB), 0, 0
-    dump, begins_with = wire._longer, wire._begins_with
+    dump, begins_with = wire._longer, wire.begins_with
 
     def longer(text: tuple[bytes, ...], new: bytes) -> tuple[bytes, ...]:
         nonlocal encoded
@@ -174,7 +174,7 @@ def test_what_a_turn_encodes_depends_on_its_new_tokens_alone(context: int, monke
         return begins_with(ids, before)
 
     monkeypatch.setattr(wire, "_longer", longer)
-    monkeypatch.setattr(wire, "_begins_with", begins)
+    monkeypatch.setattr(wire, "begins_with", begins)
     tape.append("prompt", [7] * context)
     text = on_tape(encoder, tape).prompt
     encoded = copied = 0

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from generate_requests import generate_request
 
+from engine.backends.servers import sessions
 from engine.errors import BackendError
 from engine.plugins.local.spec import LocalBackendSpec
 from engine.plugins.sglang.client import SGLangBackend
@@ -102,3 +103,49 @@ async def test_too_long_a_conversation_is_a_limit_at_the_chat_endpoint(
     finally:
         await chat.close()
     assert (caught.value.kind, caught.value.retryable) == ("context_overflow", False)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SamplingParams(temperature=0.0, stop=["e"])])
+async def test_a_session_gives_the_tokens_of_whole_prompts(
+    sglang_server: Running,
+    chat_format: ChatTemplate,
+    tiny_model_dir: Path,
+    sampling: SamplingParams,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sessions, "LEAST_TOKENS", 8)
+    one, other = (
+        SGLangBackend(
+            SGLangBackendSpec(urls=[sglang_server.url], sessions=kept),
+            chat_format,
+            sampling=sampling,
+            model=str(tiny_model_dir),
+        )
+        for kept in (True, False)
+    )
+    await asyncio.gather(one.start(), other.start())
+    assert one.sessions is not None
+    in_session = []
+    covers = sessions.Session.covers
+    monkeypatch.setattr(
+        sessions.Session, "covers", lambda session, ids: in_session.append(covers(session, ids)) or in_session[-1]
+    )
+    try:
+        ids = chat_format.encode("<|im_start|>user\nWhat is 17 plus 25?<|im_end|>\n<|im_start|>assistant\n")
+        lengths = []
+        for turn in range(6):
+            await asyncio.gather(*one.sessions._tasks)
+            here = await one.generate(request(ids, sampling, turn=turn))
+            there = await other.generate(request(ids, sampling, turn=turn))
+            assert here.output_ids.tolist() == there.output_ids.tolist()
+            np.testing.assert_allclose(here.logprobs, there.logprobs, atol=1e-4)
+            assert (here.prompt_tokens, here.prompt_unchecked) == (len(ids), False)
+            lengths.append(len(ids) + len(here.output_ids))
+            ids = (
+                ids + here.output_ids.tolist() + chat_format.encode("<|im_end|>\n<|im_start|>user\nAgain.<|im_end|>\n")
+            )
+        assert in_session == [0, *lengths[1:5]]
+        assert one.stats()["attempts"] == 6
+    finally:
+        await one.close()
+        await other.close()
