@@ -101,14 +101,14 @@ def test_image_tensors_of_each_row(tmp_path: Path) -> None:
 def test_rows_without_trained_tokens_show_the_images_of_another() -> None:
     """SkyRL's model takes no micro-batch without patches; trained rows of both kinds are refused."""
     shown, blind = (HandedRow.of(row(images=images)) for images in (["a"], []))
-    first, second = skyrl.handover.filled([HandedRow.empty(3), shown])
+    first, second = skyrl.rows.filled([HandedRow.empty(3), shown])
     assert second == shown
     assert (first.prompt_ids, first.completion_ids, first.images) == (shown.prompt_ids, shown.completion_ids, ("a",))
     assert not any(first.mask)
     assert not first.advantages.any()
-    assert skyrl.handover.filled([blind, HandedRow.empty(3)])[0] is blind
+    assert skyrl.rows.filled([blind, HandedRow.empty(3)])[0] is blind
     with pytest.raises(TrainError, match="1 of 2 trained rows have no image: SkyRL's model takes no micro-batch"):
-        skyrl.handover.filled([shown, blind])
+        skyrl.rows.filled([shown, blind])
 
 
 def test_experts_of_each_row() -> None:
