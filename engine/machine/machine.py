@@ -22,6 +22,7 @@ from engine.machine.preset import ANY
 from engine.machine.presets import PRESETS
 from engine.plugin import load
 from engine.schemas.base import Struct
+from engine.schemas.limits import ALWAYS
 from engine.schemas.machine import MachineSpec, StateSpec, TransitionSpec
 from engine.schemas.sections import written_actions
 from engine.spec.text.diagnostic import DataPath, Diagnostic
@@ -181,7 +182,8 @@ def resolve_machine(machine: MachineSpec) -> ResolvedMachine:
 
     The spec's states are added to those of the preset and replace states of the same name. Its transitions are tried
     first. A transition of the preset that can never be taken (an unconditional one precedes it, or its source is now
-    final) is left out. Names are not checked: a transition may name a state that does not exist.
+    final) is left out. `limit` and `failed` lead to the final state, if there is one alone, where no other transition
+    says so. Names are not checked: a transition may name a state that does not exist.
     """
     preset = PRESETS[machine.preset].machine if machine.preset is not None else None
     states = {**(preset.states if preset else {}), **machine.states}
@@ -196,6 +198,10 @@ def resolve_machine(machine: MachineSpec) -> ResolvedMachine:
         ]
         transitions += added
         settled |= {(t.source, t.trigger) for t in added if t.conditions is None}
+    final = [name for name, state in states.items() if state.final]
+    if len(final) == 1:
+        cut_short = _spell_out(TransitionSpec(trigger=list(ALWAYS), source=ANY, dest=final[0]), standing, None)
+        transitions += [t for t in cut_short if (t.source, t.trigger) not in settled]
     return ResolvedMachine(initial=initial, states=states, transitions=transitions)
 
 

@@ -3,7 +3,7 @@ bounded, and no transition stands behind one that is always taken first."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from engine import plugin
@@ -104,7 +104,7 @@ def unknown_event(ctx: CheckContext) -> Iterator[Finding]:
         wild = ANY in item.sources
         named = [name for name in item.sources if name in ctx.may_happen]
         emitted = anywhere if wild else _emitted(ctx, named)
-        if emitted is None:
+        if emitted is None or any(_silent(ctx, name) for name in named):
             continue
         for index, trigger in enumerate(item.triggers):
             if trigger not in emitted:
@@ -122,19 +122,69 @@ def _emitted(ctx: CheckContext, names: list[str]) -> frozenset[str] | None:
     return frozenset().union(*(known for known in events if known is not None))
 
 
+def _silent(ctx: CheckContext, name: str) -> bool:
+    """Whether the action of a state emits no event, so that it belongs into a final state."""
+    return ctx.states[name].action is not None and ctx.events_of(ctx.states[name]) == ()
+
+
+@rule("machine.final-action", "error", "an action that ends an episode stands in a state that is not final")
+def final_action(ctx: CheckContext) -> Iterator[Finding]:
+    """`score` emits no event, so no transition could leave its state."""
+    for name in ctx.working:
+        if _silent(ctx, name):
+            action = ctx.states[name].action
+            message = f"`{action}` emits no event, so the episode would stay in `{name}`: it is done in a final state"
+            leaving = any(name in item.sources for item in ctx.spec.machine.transitions)
+            fix = f"write `{name}: {{action: {action}, final: true}}`"
+            fix += ", and remove the transitions that leave it" if leaving else ""
+            yield Finding(message, ctx.state_path(name), fix, key=True)
+
+
 @rule("machine.unhandled-event", "error", "an event can happen in a state and leads nowhere")
 def unhandled_event(ctx: CheckContext) -> Iterator[Finding]:
-    """Every event of a state's action, and `limit` and `failed`, needs a transition."""
+    """Every event of a state's action needs a transition, and where there are several final states, `limit` and
+    `failed` too. One finding for each state; events that several states lack are one finding."""
     handled = {(edge.source, edge.trigger) for edge in ctx.machine.transitions}
-    for name in ctx.working:
-        state = ctx.states[name]
-        if state.action is None:
-            continue
-        for event in (*(ctx.events_of(state) or ()), *ALWAYS_EVENTS):
-            if (name, event) not in handled:
-                fix = f"add `{{trigger: {event}, source: {name}, dest: …}}`"
-                message = f"`{name}` ({state.action}) may end with `{event}`, which leads nowhere"
-                yield Finding(message, ctx.state_path(name), fix, key=True)
+    missing = {
+        name: tuple(
+            event
+            for event in (*(ctx.events_of(ctx.states[name]) or ()), *ALWAYS_EVENTS)
+            if (name, event) not in handled
+        )
+        for name in ctx.working
+        if ctx.states[name].action is not None and not _silent(ctx, name)
+    }
+    cut_short = [event for event in _CUT_SHORT if any(event in events for events in missing.values())]
+    if cut_short:
+        states = [name for name, events in missing.items() if any(event in cut_short for event in events)]
+        verb = "leads" if len(cut_short) == 1 else "lead"
+        message = f"{_quoted(cut_short)} may happen in {listed(states)}, and {verb} nowhere"
+        fix = f'add `{{trigger: {_listed(cut_short)}, source: "*", dest: {_only_final(ctx)}}}` as the last transition'
+        yield Finding(message, ("machine", "transitions"), fix, key=True)
+    for name, events in missing.items():
+        own = [event for event in events if event not in cut_short]
+        if own:
+            verb = "leads" if len(own) == 1 else "lead"
+            message = f"`{name}` ({ctx.states[name].action}) may end with {_quoted(own)}, which {verb} nowhere"
+            fix = f"add `{{trigger: {_listed(own)}, source: {name}, dest: …}}`"
+            yield Finding(message, ctx.state_path(name), fix, key=True)
+
+
+_CUT_SHORT = (*ALWAYS_EVENTS, "aborted", "truncated", "malformed")
+"""Events that end most episodes, wherever they happen."""
+
+
+def _quoted(names: Sequence[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def _listed(events: Sequence[str]) -> str:
+    return events[0] if len(events) == 1 else f"[{', '.join(events)}]"
+
+
+def _only_final(ctx: CheckContext) -> str:
+    final = [name for name, state in ctx.states.items() if state.final]
+    return final[0] if len(final) == 1 else "…"
 
 
 @rule("machine.no-default", "error", "every transition of a (state, event) has a condition")

@@ -83,10 +83,6 @@ def test_a_machine_of_ones_own_that_is_whole() -> None:
             "[limit, failed], source",
             "[limit, faild], source",
             [
-                "9:5: error[machine.unhandled-event] `A` (generate) may end with `failed`, which leads nowhere; "
-                "add `{trigger: failed, source: A, dest: …}`",
-                "10:5: error[machine.unhandled-event] `B` (call_tools) may end with `failed`, which leads nowhere; "
-                "add `{trigger: failed, source: B, dest: …}`",
                 "16:25: error[machine.unknown-event] no state emits the event `faild`; did you mean `failed`?",
             ],
         ),
@@ -104,6 +100,28 @@ def test_a_machine_of_ones_own_that_is_whole() -> None:
 def test_what_is_wrong_with_a_machine(old: str, new: str, problems: list[str]) -> None:
     assert OWN.count(old) == 1
     assert [line for line in found(OWN.replace(old, new)) if "[machine." in line] == problems
+
+
+def test_events_that_cut_an_episode_short_are_one_finding_with_the_line_to_write() -> None:
+    lines = OWN.replace("Z: {final: true}", "Z: {final: true}\n    Y: {final: true}")
+    lines = lines.replace("[answered, truncated, malformed, aborted]", "answered")
+    lines = lines.replace('    - {trigger: [limit, failed], source: "*", dest: Z}\n', "")
+    lines = lines.replace("trigger: tool_calls, source: A, dest: B", "trigger: tool_calls, source: A, dest: Y")
+    assert [line for line in found(lines) if "[machine.unhandled-event]" in line] == [
+        "13:3: error[machine.unhandled-event] `limit`, `failed`, `aborted`, `truncated`, `malformed` may happen in "
+        'A, B, and lead nowhere; add `{trigger: [limit, failed, aborted, truncated, malformed], source: "*", '
+        "dest: …}` as the last transition"
+    ]
+
+
+def test_a_score_in_a_state_that_is_not_final_is_one_finding() -> None:
+    lines = OWN.replace("Z: {final: true}", "JUDGING: {action: score}\n    Z: {final: true}")
+    lines = lines.replace("aborted], source: A, dest: Z}", "aborted], source: A, dest: JUDGING}")
+    lines = lines.replace("tools: [", "    - {trigger: scored, source: JUDGING, dest: Z}\ntools: [")
+    assert [line for line in found(lines) if "[machine." in line] == [
+        "11:5: error[machine.final-action] `score` emits no event, so the episode would stay in `JUDGING`: it is done "
+        "in a final state; write `JUDGING: {action: score, final: true}`, and remove the transitions that leave it"
+    ]
 
 
 def test_a_presets_defaults_stand_behind_ones_own_conditions() -> None:

@@ -56,6 +56,7 @@ def test_ids_are_stable() -> None:
         ("machine.cycle-by-time", "warning"),
         ("machine.done-unreachable", "error"),
         ("machine.duplicate-transition", "warning"),
+        ("machine.final-action", "error"),
         ("machine.final-exits", "error"),
         ("machine.no-action", "error"),
         ("machine.no-default", "error"),

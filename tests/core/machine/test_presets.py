@@ -142,7 +142,30 @@ def test_what_a_spec_itself_writes_is_kept_even_where_it_is_wrong() -> None:
         ResolvedTransition(trigger="x", source="B", dest="NOWHERE", index=0),
         ResolvedTransition(trigger="y", source="B", dest="NOWHERE", index=0),
         ResolvedTransition(trigger="x", source="A", dest="B", index=1, wildcard=True),
+        ResolvedTransition(trigger="limit", source="A", dest="B", wildcard=True),
+        ResolvedTransition(trigger="failed", source="A", dest="B", wildcard=True),
     ]
+
+
+def test_limits_and_failures_lead_to_the_final_state_unless_the_spec_says_otherwise() -> None:
+    keys = {"A": StateSpec(action="generate"), "B": StateSpec(action="ask_user"), "END": StateSpec(final=True)}
+    written = [
+        TransitionSpec(trigger="failed", source="A", dest="B"),
+        TransitionSpec(trigger="limit", source="A", dest="B", conditions="turns.user < 1"),
+    ]
+    machine = resolve_machine(MachineSpec(initial="A", states=keys, transitions=written))
+    assert [(t.source, t.trigger, t.dest, t.conditions) for t in machine.transitions] == [
+        ("A", "failed", "B", None),
+        ("A", "limit", "B", "turns.user < 1"),
+        ("A", "limit", "END", None),
+        ("B", "limit", "END", None),
+        ("B", "failed", "END", None),
+    ]
+
+
+def test_with_several_final_states_the_spec_says_where_limits_and_failures_lead() -> None:
+    keys = {"A": StateSpec(action="generate"), "WON": StateSpec(final=True), "LOST": StateSpec(final=True)}
+    assert resolve_machine(MachineSpec(initial="A", states=keys)).transitions == []
 
 
 def test_a_spec_may_begin_elsewhere_than_its_preset() -> None:
