@@ -65,7 +65,6 @@ class MachineSpec(Contract):
     """The first state. Default: that of the preset."""
     states: dict[str, StateSpec] = Field(default_factory=dict)
     transitions: list[TransitionSpec] = Field(default_factory=list)
-    """Where no transition says otherwise, `limit` and `failed` lead to the final state, if there is one alone."""
 
     @model_validator(mode="after")
     def _complete(self) -> MachineSpec:
