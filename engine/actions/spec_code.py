@@ -61,7 +61,10 @@ class SpecCodeAction(Action):
             self._code, function, *args, seconds=seconds, blame=blame, what=what, effects=effects
         )
         if not isinstance(answer, gives):
-            raise _bad_reply(f"{what} returned {type(answer).__name__}; it must return {_WANTED[gives]}", blame)
+            made, wanted = type(answer).__name__, _WANTED[gives]
+            if made == gives.__name__:  # a class of the same name, which another module has
+                made, wanted = f"{type(answer).__module__}.{made}", f"{wanted} of {gives.__module__}"
+            raise _bad_reply(f"{what} returned {made}; it must return {wanted}", blame)
         return answer
 
 

@@ -115,6 +115,30 @@ def recover_unused(ctx: CheckContext) -> Iterator[Finding]:
         yield Finding(f"`recover.{key}` has no effect: {who}", ("recover", key), "remove it", key=True)
 
 
+_JINJA = re.compile(r"\{%.*?%\}|\{#.*?#\}", re.DOTALL)
+
+
+@rule("prompt.jinja", "warning", "a prompt holds a statement of Jinja, which the model would see as it stands")
+def jinja_in_prompt(ctx: CheckContext) -> Iterator[Finding]:
+    """`{% … %}` and `{# … #}` in `prompt` and `recover`: texts of a spec have fields, `{{name}}`, and nothing else."""
+    texts = [
+        (("prompt", index, "content", *below), template)
+        for index, message in enumerate(ctx.spec.messages)
+        for below, template in texts_of(message.content)
+    ]
+    texts += [
+        (("recover", key, *below), template) for key, words in _recover(ctx) for below, template in texts_of(words)
+    ]
+    for path, template in texts:
+        ctx.work.spend(1 + len(template) / 50)
+        if match := _JINJA.search(template):
+            message = (
+                f"the model would see `{short(match[0])}` as it stands: a prompt has fields, `{{{{name}}}}`, alone"
+            )
+            fix = "make the text in the rows of the tasks or in `reset` of the environment, and name its field here"
+            yield Finding(message, path, fix, offset=match.start())
+
+
 def offset_of(template: str, name: str) -> int:
     match = re.search(r"\{\{\s*" + re.escape(name), template)
     return match.start() if match else 0

@@ -65,7 +65,7 @@ def tool_name(ctx: CheckContext) -> Iterator[Finding]:
         seen.setdefault(tool.name, path)
 
 
-@rule("tools.schema", "info", "a tool's schema tells the model too little")
+@rule("tools.schema", "warning", "a tool's schema tells the model too little")
 def tool_schema(ctx: CheckContext) -> Iterator[Finding]:
     """No description of the tool, or a parameter of any type at all."""
     for path, tool in _tools(ctx):

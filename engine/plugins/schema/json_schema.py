@@ -301,8 +301,8 @@ WORDS: dict[str, dict[str, str]] = {
     "UserSpec": {"effects": "Whether an answer that was given before a crash may be requested again."},
     "MachineSpec": {
         "states": "The states by name, each with its action.",
-        "transitions": "Where events lead, in the order in which they are tried. Where none says otherwise, `limit` and `failed` lead "
-        "to the final state, if there is one alone.",
+        "transitions": "Where events lead, in the order in which they are tried. Where none says otherwise, "
+        "`limit` and `failed` lead to the final state, if there is one alone.",
     },
     "TransitionSpec": {"dest": "The state that comes next."},
     "TasksSpec": {

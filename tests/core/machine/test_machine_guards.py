@@ -195,6 +195,8 @@ def test_a_guard_is_no_longer_than_it_may_be() -> None:
         ("", "parse", 1, "the expression is empty", "leave it out if it always holds"),
         ("1 < 2 and true", "parse", 7, "`and` is not expected here", "CEL writes `&&`"),
         ("not feedback.solved", "parse", 5, "`feedback` is not expected here", "CEL writes `!`"),
+        ("turns.user > 1 and feedback.n = 3", "parse", 16, "`and` is no operator", "CEL writes `&&`"),
+        ("facts.and = 3", "parse", 11, "`=` cannot be read", "CEL writes `==`"),
         ("turns.user\n= 3", "parse", 12, "`=` cannot be read", "CEL writes `==`"),
         ("x{a: 1}", "parse", 2, "`{` is not expected here", None),
     ],

@@ -97,6 +97,8 @@ class Critic:
             return UserTurn()
         if self.fail == "nonsense":
             return {"content": "no"}  # type: ignore[return-value]
+        if self.fail == "another":
+            return type("UserTurn", (), {"content": "no"})()
         if self.fail == "hang":
             GATE.wait(30)
         if self.fail == "facts":

@@ -106,6 +106,14 @@ async def test_failures_are_typed_and_end_only_their_episode(make_spec, run_spec
     assert spec_code.CALLS["closed"] == spec_code.CALLS["built"]
 
 
+async def test_an_answer_of_another_class_of_the_same_name_is_told_apart(make_spec, run_spec) -> None:
+    ran = await run_spec(make_spec(["It is 42."], user={"use": "code_for_tests:Critic", "with": {"fail": "another"}}))
+    assert ran.only.outcome.failure.message == (
+        "`code_for_tests:Critic`.respond returned code_for_tests.UserTurn; "
+        "it must return a UserTurn of engine.schemas.environment"
+    )
+
+
 async def test_one_bad_task_stops_no_other(make_spec, run_spec) -> None:
     rows = [{"id": f"t{n}", "fail": "reset" if n == 3 else ""} for n in range(8)]
     ran = await run_spec(
