@@ -213,7 +213,7 @@ OPEN: dict[str, tuple[str, str]] = {
         TOOL,
         "def x(a: int, view: EpisodeView) -> ToolReply:\n    '''Do.\n\n    Args:\n        a: One.\n    '''",
     ),
-    "a tool of a dict": (TOOL, "def x(a: 'list[int]', *, b: Literal['c'] = 'c') -> dict[str, Any]: ..."),
+    "a tool of a dict": (TOOL, "def x(a: 'list[int]', *, b: Literal['c'] = 'c') -> dict[str, Any]: 'Do.'"),
     "rows": (
         'tasks: {source: python, use: "parts:x"}\nmachine: single_turn\n',
         "def x() -> Iterable[dict[str, str]]: yield {'q': 'a'}",
