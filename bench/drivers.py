@@ -84,8 +84,8 @@ class Measured:
 
 async def run_once(spec: Path, out: Path) -> Measured:
     """One run with Ray, also for one driver, so that all are measured alike."""
+    from engine.plugins.drivers.rules import number_of_drivers
     from engine.plugins.drivers.run import Fleet, run_drivers
-    from engine.plugins.drivers.spec import DriversSpec
     from engine.runner.counters import RunCounters
     from engine.runner.summary import RunSummary
     from engine.spec.load import load_spec
@@ -116,12 +116,12 @@ async def run_once(spec: Path, out: Path) -> Measured:
         store.close()
     done = len(tasks) * SAMPLES
     assert found.result.summary.outcomes == {"limit: assistant_turns": done}, found.result.summary.outcomes
-    full = [point for point in seen if point[2] == DriversSpec.count(loaded.spec) and point[1]]
+    full = [point for point in seen if point[2] == number_of_drivers(loaded.spec) and point[1]]
     (first, turns_a, _, cpu_a), (last, turns_b, _, cpu_b) = full[0], full[-1]
     turns = turns_b - turns_a
     cpu = sum(report["cpu"] for report in fleet.reports.values())
     return Measured(
-        drivers=DriversSpec.count(loaded.spec),
+        drivers=number_of_drivers(loaded.spec),
         turns=turns,
         seconds=last - first,
         cpu_per_turn=cpu / (done * TURNS),

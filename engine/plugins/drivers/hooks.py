@@ -41,10 +41,11 @@ def open_run(folder: Path) -> RunReader | None:
 def drive(loaded: LoadedSpec, folder: Path | None) -> Processes | None:
     """The hook `drive`."""
     from engine.plugins.drivers.processes import DriverProcesses
+    from engine.plugins.drivers.rules import number_of_drivers
     from engine.plugins.drivers.spec import DriversSpec
 
     if folder is None or not is_divided(folder):
-        if DriversSpec.count(loaded.spec) == 1:
+        if number_of_drivers(loaded.spec) == 1:
             return None
         if folder is not None and DriversSpec.of(loaded.spec).drivers == "auto" and _begun(folder):
             return None  # one process began it, and continues it

@@ -36,7 +36,7 @@ def unshared(ctx: CheckContext) -> Iterator[Finding]:
 def unused_shards(ctx: CheckContext) -> Iterator[Finding]:
     """`rollout.shards` without several drivers."""
     section = DriversSpec.of(ctx.spec)
-    if section.shards is not None and DriversSpec.count(ctx.spec) == 1:
+    if section.shards is not None and number_of_drivers(ctx.spec) == 1:
         yield Finding(
             "`shards` has no effect with one driver: its rows stay in the run's store",
             ("rollout", "shards"),
@@ -44,8 +44,11 @@ def unused_shards(ctx: CheckContext) -> Iterator[Finding]:
         )
 
 
-def picked(spec: EpisodeSpec) -> int:
-    """The number of drivers that `auto` picks on this machine."""
+def number_of_drivers(spec: EpisodeSpec) -> int:
+    """The number of drivers of a spec: the given one, or the one that `auto` picks on this machine."""
+    asked = DriversSpec.of(spec).drivers
+    if asked != "auto":
+        return asked
     drivers = min(default_processes(), -(-spec.rollout.concurrency // SLOTS_OF_ONE))
     if drivers == 1 or find_spec("ray") is None:
         return 1

@@ -18,6 +18,7 @@ from engine.errors import EngineError, StoreError
 from engine.plugins.drivers.actors import Coordinator, Driver, ask, engine_error
 from engine.plugins.drivers.cluster import cluster, nodes_of
 from engine.plugins.drivers.leases import FILE, Leases
+from engine.plugins.drivers.rules import number_of_drivers
 from engine.plugins.drivers.session import STORES, Done, Report, Setup
 from engine.plugins.drivers.spec import DriversSpec
 from engine.runner.counters import RunCounters
@@ -140,7 +141,7 @@ async def run_drivers(
     from engine.plugins.drivers.shards import create_shards, shards_of
 
     samples, section = loaded.spec.rollout.samples_per_task, DriversSpec.of(loaded.spec)
-    drivers = DriversSpec.count(loaded.spec)
+    drivers = number_of_drivers(loaded.spec)
     folder = store.folder.absolute()
     place = await asyncio.to_thread(shards_of, folder)
     if place is None:

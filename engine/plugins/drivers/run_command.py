@@ -87,8 +87,8 @@ async def drive_many(
     from engine.cli.exits import stop_on_signals
     from engine.cli.run_report import print_summary, with_progress
     from engine.masking import mask_credentials
+    from engine.plugins.drivers.rules import number_of_drivers
     from engine.plugins.drivers.run import Fleet, run_drivers
-    from engine.plugins.drivers.spec import DriversSpec
     from engine.runner.counters import RunCounters
     from engine.runner.observers import RunObservers
     from engine.runner.source import fitting_tasks
@@ -111,7 +111,7 @@ async def drive_many(
         console.print(
             f"{loaded.spec.name}: {len(fitting)} tasks × {rollout.samples_per_task} samples on "
             f"{loaded.spec.backend.kind}, "
-            f"{DriversSpec.count(loaded.spec)} drivers asked to begin after {time.perf_counter() - began:.1f} s",
+            f"{number_of_drivers(loaded.spec)} drivers asked to begin after {time.perf_counter() - began:.1f} s",
         )
         fleet.counters.began = time.perf_counter()
 

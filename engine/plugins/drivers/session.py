@@ -19,7 +19,7 @@ from engine.errors import EngineError, StoreError
 from engine.plugins.drivers.cluster import TOKEN
 from engine.plugins.drivers.feed import Feed
 from engine.plugins.drivers.leases import LeaseAnswer
-from engine.plugins.drivers.spec import DriversSpec
+from engine.plugins.drivers.rules import number_of_drivers
 from engine.schemas.base import Contract, Struct
 from engine.schemas.sections import SectionOwner
 
@@ -80,7 +80,7 @@ class Setup(Struct, frozen=True, kw_only=True):
             loaded=loaded,
             header=header,
             folder=str(folder.absolute()),
-            drivers=DriversSpec.count(loaded.spec),
+            drivers=number_of_drivers(loaded.spec),
             kept=kept,
             shards=shards,
             keep_going=keep_going,

@@ -28,13 +28,3 @@ class DriversSpec(SpecSection):
     def of(cls, spec: EpisodeSpec) -> DriversSpec:
         """The section of a spec."""
         return cls.or_default(spec.rollout)
-
-    @classmethod
-    def count(cls, spec: EpisodeSpec) -> int:
-        """The number of drivers of a spec: the given one, or the one that `auto` picks on this machine."""
-        drivers = cls.of(spec).drivers
-        if drivers != "auto":
-            return drivers
-        from engine.plugins.drivers.rules import picked
-
-        return picked(spec)

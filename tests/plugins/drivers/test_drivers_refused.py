@@ -12,8 +12,8 @@ from engine.backends.registry import open_backend
 from engine.errors import EngineError, SpecError
 from engine.plugins.drivers.leases import Leases
 from engine.plugins.drivers.processes import DriverProcesses
+from engine.plugins.drivers.rules import number_of_drivers
 from engine.plugins.drivers.shards import create_shards
-from engine.plugins.drivers.spec import DriversSpec
 from engine.plugins.replay.fork import fork
 from engine.runner.processes import processes_of
 from engine.runner.runner import Runner
@@ -171,7 +171,7 @@ def test_auto_picks_drivers_by_slots_and_cores_where_nothing_needs_one_process(
 ) -> None:
     pytest.importorskip("ray", reason="without Ray it is always 1")
     monkeypatch.setenv("EPISODE_ENGINE_PROCESSES", "3")
-    assert DriversSpec.count(load_spec(spec, ["rollout.drivers=auto", *changes]).spec) == drivers
+    assert number_of_drivers(load_spec(spec, ["rollout.drivers=auto", *changes]).spec) == drivers
     assert not [rule for rule, _ in found(spec, "rollout.drivers=auto", *changes) if rule == "rollout.drivers"]
 
 
