@@ -164,7 +164,7 @@ class _Token(Struct, frozen=True, kw_only=True):
 
 
 def _tokens(text: str) -> list[_Token]:
-    tokens = []
+    tokens: list[_Token] = []
     at = 0
     while at < len(text):
         match = _TOKEN.match(text, at)
