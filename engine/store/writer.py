@@ -3,8 +3,8 @@
 Invariants:
 - A write is durable only after the commit that holds it, and every write ends: durable with its result, or with a
   StoreError.
-- All writes that are submitted during a commit form the next commit. An event loop submits at most once per
-  iteration, `GATHER` seconds late where nobody waits, and is woken once per commit, however many of its tasks wait.
+- All writes that are submitted during a commit form the next commit. An event loop submits once per
+  iteration and is woken once per commit, however many of its tasks wait.
 - A write that fails (for example a duplicate) fails alone: its commit is rolled back and each write is tried
   separately. After a failed write nothing else of that episode is written, so a journal never has a gap.
 - The amount of unwritten data is bounded: if a loop has more than `BOUND` unwritten bytes, its further writes are
@@ -35,9 +35,6 @@ BOUND = 64 * 2**20
 """Maximum number of unwritten bytes per event loop."""
 _BATCH = 1024
 """Maximum number of writes in one commit."""
-GATHER = 0.003
-"""Seconds for which journal rows that nobody waits for are gathered: one commit, with its wake-ups, serves more of
-them."""
 OVERHEAD = 512
 """Bytes that a write counts in addition to its payload."""
 FINISHING = 64
@@ -70,16 +67,12 @@ class Write(msgspec.Struct, eq=False, kw_only=True):
     parked."""
     waiter: asyncio.Future[None] | None = None
     """Made when somebody waits."""
-    lane: Lane | None = None
-    """Where it was put."""
     result: Any = None
     """What the function returned. Set by the writer, as the error."""
     error: BaseException | None = None
 
     def __await__(self) -> Generator[Any, None, Any]:
         if not self.durable and self.error is None:
-            if self.lane is not None:
-                self.lane.hurry()
             if self.waiter is None or self.waiter.done():  # the task that waited was cancelled
                 self.waiter = asyncio.get_running_loop().create_future()
             yield from self.waiter
@@ -91,12 +84,11 @@ class Write(msgspec.Struct, eq=False, kw_only=True):
 class Lane:
     """The queue of one event loop. Used only from that loop's thread."""
 
-    __slots__ = ("_hurries", "_queue", "fresh", "loop", "parked", "places", "weight")
+    __slots__ = ("_queue", "fresh", "loop", "parked", "places", "weight")
 
     def __init__(self, loop: asyncio.AbstractEventLoop, queue: SimpleQueue[tuple[Lane, list[Write]] | None]) -> None:
         self.loop = loop
         self.fresh: list[Write] = []
-        self._hurries = False
         self.parked: deque[Write] = deque()
         self.places = asyncio.Semaphore(FINISHING)
         """For results that wait to be written."""
@@ -111,23 +103,13 @@ class Lane:
             self.parked.append(write)
             return write
         self.weight += write.weight
-        write.lane = self
+        if not self.fresh:
+            self.loop.call_soon(self.submit)
         self.fresh.append(write)
-        if write.row is None:
-            self.hurry()
-        elif len(self.fresh) == 1:
-            self.loop.call_later(GATHER, self.submit)
         return write
 
-    def hurry(self) -> None:
-        """Submit at the end of this iteration of the loop, because somebody waits."""
-        if self.fresh and not self._hurries:
-            self._hurries = True
-            self.loop.call_soon(self.submit)
-
     def submit(self) -> None:
-        """Give the gathered writes to the writer."""
-        self._hurries = False
+        """Give the writes of this iteration of the loop to the writer."""
         if self.fresh:
             fresh, self.fresh = self.fresh, []
             self._queue.put((self, fresh))
