@@ -60,7 +60,8 @@ class Session:
         self.prompt = self.reply = np.empty(0, np.int32)
 
     def covers(self, ids: np.ndarray) -> int:
-        """How many ids of a prompt the server has: those of the newest reply and its prompt, or none."""
+        """How many of a prompt's ids, int32 [tokens], the server has: those of the newest reply and its prompt, or
+        none."""
         start, end = len(self.prompt), len(self.prompt) + len(self.reply)
         follows = self.rid and len(ids) > end and begins_with(ids, self.prompt)
         return end if follows and np.array_equal(ids[start:end], self.reply) else 0
@@ -81,7 +82,8 @@ class Sessions:
         """By server: sessions that failed since the last one that had a reply."""
 
     def session(self, request: GenerateRequest, server: Server, ids: np.ndarray) -> Session | None:
-        """The session in which a request is sent; None: it is sent in none, and one for the next is perhaps opened."""
+        """The session in which a request with these ids, int32 [tokens], is sent; None: it is sent in none, and one for
+        the next is perhaps opened."""
         if len(ids) < LEAST_TOKENS or request.images:
             return None
         episode_id = request.episode_id

@@ -243,8 +243,8 @@ class RequestEncoder:
 
 
 def begins_with(ids: np.ndarray, before: np.ndarray) -> bool:
-    """Whether a prompt begins with an earlier one. Read-only views of one buffer are a tape's, which only grows: they
-    are not compared."""
+    """Whether a prompt begins with an earlier one, both int32 [tokens]. Read-only views of one buffer are a tape's,
+    which only grows: they are not compared."""
     if ids.base is before.base is not None and not ids.flags.writeable and not before.flags.writeable:
         same_start = ids.__array_interface__["data"] == before.__array_interface__["data"]
         return same_start and ids.size >= before.size
