@@ -63,8 +63,8 @@ class Server(FakeSGLang):
         head = f"HTTP/1.1 {self._arguments.status} X\r\n{header}content-length: {len(body)}\r\n\r\n"
         return head.encode() + body
 
-    def good(self, rid: bytes, prompt: bytes, echo: bool = True) -> bytes:
-        data = json.loads(super().good(rid, prompt, echo and not self._arguments.no_echo))
+    def good(self, rid: bytes, prompt: bytes, echo: bool = True, before: int = 0) -> bytes:
+        data = json.loads(super().good(rid, prompt, echo and not self._arguments.no_echo, before))
         chosen = random.Random(zlib.crc32(prompt))
         ids = [*(chosen.randrange(20, 400) for _ in range(chosen.randrange(2, 12))), END]
         data["output_ids"] = ids
