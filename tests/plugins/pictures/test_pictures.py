@@ -71,9 +71,11 @@ stateDiagram-v2
     state "a b<br/>pkg.mod#58;act" as a_b
     state "end<br/>generate" as end_
     state "a_b" as a_b_2
+    state "any state" as any_state
     [*] --> a_b
     a_b --> end_ : go#59;now [#123;'k'#58; 1#125;.k == 2 #38;#38; '#37;#37;' != #34;q#34;]
     end_ --> a_b_2 : x
+    any_state --> a_b_2 : limit<br/>failed
     a_b_2 --> [*]
 """
     )
