@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from engine.errors import TrainError
+from engine.schemas.experts import expert_dtype
 from engine.store.rows.row import TrainingRow
 from engine.tokens.catalogue import no_bars
 from engine.tokens.experts import expert_layout
@@ -349,7 +350,8 @@ class PackedModel:
 
 
 def _row(probe: np.ndarray, experts: np.ndarray | None = None) -> TrainingRow:
-    return TrainingRow.of_tokens(probe, np.arange(len(probe)) > 0, routed_experts=experts)
+    chosen = None if experts is None else experts.astype(expert_dtype(int(experts.max(initial=0)) + 1))
+    return TrainingRow.of_tokens(probe, np.arange(len(probe)) > 0, routed_experts=chosen)
 
 
 def _call(function: Callable[..., Any], *args: Any) -> Any:

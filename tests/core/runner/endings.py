@@ -30,8 +30,11 @@ PLAYED = {
 _CUT = ["limit", "failed", "truncated", "aborted"]
 
 
-def machine(*transitions: tuple[str | list[str], str, str], done: dict[str, Any] | None = None) -> dict[str, Any]:
-    """A machine of (trigger, source, dest), with the states that they name."""
+def machine(
+    *transitions: tuple[str | list[str], str, str], done: dict[str, Any] | None = None, lost: bool = False
+) -> dict[str, Any]:
+    """A machine of (trigger, source, dest), with the states that they name; `lost`: with a second final state, so that
+    failures do not lead to the only one."""
     actions = {"PENDING": "reset", "GENERATING": "generate", "MOVING": "step", "ASKING": "ask_user"}
     named = {source for _, source, _ in transitions}
     return {
@@ -39,6 +42,7 @@ def machine(*transitions: tuple[str | list[str], str, str], done: dict[str, Any]
         "states": {
             **{state: {"action": action} for state, action in actions.items() if state in named},
             "DONE": done or {"action": "score", "final": True},
+            **({"LOST": {"final": True}} if lost else {}),
         },
         "transitions": [{"trigger": trigger, "source": source, "dest": dest} for trigger, source, dest in transitions],
     }
@@ -121,7 +125,7 @@ CASES: dict[str, tuple[list[Any], dict[str, Any]]] = {
     ONCE: (["no", {"text": "It is 42.", **BROKEN, "times": 1}], PATIENT),
     "nothing handles the failure": (
         ["no", BROKEN],
-        {"tools": None, "rewards": ONE, "machine": machine(*TALKING, ("satisfied", "ASKING", "DONE"))},
+        {"tools": None, "rewards": ONE, "machine": machine(*TALKING, ("satisfied", "ASKING", "DONE"), lost=True)},
     ),
     "the environment was never built": (["It is 42."], board(fail="build")),
     "the environment was never built, and the episode goes on": (

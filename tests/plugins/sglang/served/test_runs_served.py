@@ -240,7 +240,7 @@ def server_processes(port: str) -> list[int]:
 def test_a_run_starts_its_server_starts_it_again_and_leaves_no_process(
     make_spec: MakeSpec, tmp_path: Path, sglang_interpreter: Path
 ) -> None:
-    stand_ins = HERE.parents[2] / "scripts" / "sglang_cpu"
+    stand_ins = HERE.parents[3] / "scripts" / "sglang_cpu"
     environment = {
         "PYTHONPATH": str(stand_ins),
         "SGLANG_USE_CPU_ENGINE": "1",
