@@ -471,7 +471,7 @@ class FollowedWeights(GivenWeights):
         """See `Control.features`."""
 
     def follow(self, weights: ServerWeights) -> None:
-        """See `Backend.follow`. A version that is told late is not taken back."""
+        """See `Backend.follow`. A version that arrives late does not replace a newer one."""
         if weights.version < self.version:
             return
         if weights.version > self.version:
@@ -479,7 +479,7 @@ class FollowedWeights(GivenWeights):
         self.version, self.expected, self.prefixes = weights.version, str(weights.version), weights.prefixes
 
     def accepts(self, version: str, expected: str) -> bool:
-        """See `GivenWeights`. They may be newer, because their version is told after they were pushed."""
+        """See `GivenWeights`. The servers may have newer ones: a version is reported after its push."""
         return version == expected or (version.isdigit() and int(version) > int(expected))
 
     async def check(self, server: Server) -> None:

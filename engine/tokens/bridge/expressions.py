@@ -38,7 +38,7 @@ from engine.tokens.bridge.reading import (
 _DAY = re.compile(r"(?:[^%]|%[-_^#0]?[aAbBdeDhjmxyYGuUVwWFC%])*\Z")
 """A format of `strftime` that says no more than the day."""
 _MOST_TEXTS = 64
-"""Texts that are told apart for one expression."""
+"""Maximum number of different texts that are kept for one expression."""
 
 
 class Expressions:
