@@ -84,7 +84,7 @@ def sources_of(loaded: LoadedSpec, code: Workers) -> list[RewardSource]:
         sources.append(
             CodeRewards(
                 code,
-                lambda objects: function.of(objects),
+                function.of,
                 order=SCORER,
                 source="score",
                 what=f"`{scorer.use}`",
