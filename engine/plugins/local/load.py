@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,8 @@ class BatchedModel:
         self._spare = rows
         self.store = KVRows(int(text.num_hidden_layers), rows + repeatable)
         self._cache = RowsCache(self.store)
+        takes = signature(self.model.forward).parameters
+        self._cache_name = "cache" if "cache" in takes else "past_key_values"  # transformers before 5.24
         self.layout = self._watch_routers(folder) if experts else None
         """The model's experts, where they are kept."""
         self._check_logprobs(folder, rows)
@@ -188,7 +191,8 @@ class BatchedModel:
         plan = Plan(chunks, self.device)
         with torch.inference_mode(), self._cache as cache:
             cache.plan = plan
-            out = self.model(**self._inputs(chunks, plan), past_key_values=cache, use_cache=True, logits_to_keep=keep)
+            named = self._inputs(chunks, plan) | {self._cache_name: cache}
+            out = self.model(**named, use_cache=True, logits_to_keep=keep)
             logits: torch.Tensor = out.logits[0].float()
             return logits if wanted else logits[:0]
 
@@ -209,9 +213,9 @@ class BatchedModel:
                 out = self.model(
                     input_ids=tile.ids[None],
                     position_ids=tile.positions[None],
-                    past_key_values=cache,
                     use_cache=True,
                     logits_to_keep=torch.arange(TILE if here else 1, device=self.device),
+                    **{self._cache_name: cache},
                 )
                 found |= {at: out.logits[0, at - start].float() for at in here}
                 start += tile.count
