@@ -73,12 +73,15 @@ class Visitor:
     Args:
         browser: From `chromium`.
         address: Where the pages are: of the app, or of a file.
+        script: Runs in the page before its own scripts.
         context: Options of playwright's context, such as `color_scheme`.
     """
 
-    def __init__(self, browser: Any, address: str, **context: Any) -> None:
+    def __init__(self, browser: Any, address: str, script: str = "", **context: Any) -> None:
         self.page = browser.new_context(**{"viewport": {"width": 1360, "height": 850}} | context).new_page()
         self.page.set_default_timeout(30_000)
+        if script:
+            self.page.add_init_script(script)
         self.actions = 0
         self.problems: list[str] = []
         self.requests: list[str] = []

@@ -246,56 +246,6 @@ def test_a_wrong_filter_says_what_is_wrong(browser: Any, app: str) -> None:
     assert visitor.page.locator("input[name=filter]").input_value() == "outcome.rewrd > 1"
 
 
-NAMED = """() => [...document.querySelectorAll('a[href], button, input, select, summary, [tabindex="0"]')]
-  .filter(each => each.offsetParent !== null)
-  .filter(each => !(each.innerText || '').trim() && !each.getAttribute('aria-label') && !each.getAttribute('aria-labelledby')
-    && !(each.labels && each.labels.length) && !each.querySelector('img[alt]:not([alt=""])'))
-  .map(each => each.outerHTML.slice(0, 120))"""
-CONTRAST = """() => {
-  const parse = text => text.match(/[\\d.]+/g).map(Number);
-  const canvas = Object.assign(document.createElement('canvas'), { width: 1, height: 1 }).getContext('2d', { willReadFrequently: true });
-  const solid = (colour, under) => { canvas.fillStyle = `rgb(${under})`; canvas.fillRect(0, 0, 1, 1); canvas.fillStyle = colour; canvas.fillRect(0, 0, 1, 1); return [...canvas.getImageData(0, 0, 1, 1).data].slice(0, 3); };
-  const light = rgb => { const [r, g, b] = rgb.map(v => v / 255).map(v => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4); return 0.2126 * r + 0.7152 * g + 0.0722 * b; };
-  const ground = each => { const chain = []; for (let e = each; e; e = e.parentElement) chain.push(getComputedStyle(e).backgroundColor); let rgb = [255, 255, 255]; for (const colour of chain.reverse()) rgb = solid(colour, rgb); return rgb; };
-  const found = [];
-  for (const each of document.querySelectorAll('#top *, main *')) {
-    if (each.offsetParent === null || each.closest('svg, [aria-hidden=true]') || ![...each.childNodes].some(n => n.nodeType === 3 && n.data.trim())) continue;
-    const style = getComputedStyle(each);
-    if (parseFloat(style.opacity) < 1) continue;
-    const under = ground(each), over = solid(style.color, under);
-    const [a, b] = [light(under), light(over)].sort((x, y) => y - x);
-    const ratio = (a + 0.05) / (b + 0.05);
-    if (ratio < 4.5) found.push(`${each.className || each.tagName}: ${each.textContent.trim().slice(0, 30)} ${ratio.toFixed(2)}`);
-  }
-  return [...new Set(found)];
-}"""
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_every_page_can_be_read_and_named(browser: Any, app: str, runs: tuple[Path, Path], scheme: str) -> None:
-    visitor = Visitor(browser, app, color_scheme=scheme)
-    run, other = (each.name for each in runs)
-    places: list[tuple[str, dict[str, Any]]] = [
-        ("list", {}),
-        ("group", {"run": run, "task": "desk-0"}),
-        ("compare", {"first": run, "second": other}),
-        ("episode", {"run": run, "id": "desk-0/3", "turn": 1}),
-        *(("episode", {"run": run, "id": "desk-0/0", "turn": 2, "tab": panel}) for panel in PANELS),
-    ]
-    for page, parameters in places:
-        visitor.open(page, **parameters)
-        visitor.page.wait_for_timeout(400)
-        where = json.dumps([page, parameters])
-        for selector in ("main", "h1", "header#top nav[aria-label]"):
-            visitor.sees(selector, 1)
-        assert visitor.page.evaluate(NAMED) == [], where
-        assert visitor.page.evaluate("[...document.images].filter(each => !each.alt).length") == 0, where
-        tables = "[...document.querySelectorAll('table')].filter(each => !each.caption || !each.tHead || each.querySelector('thead th:not([scope])')).length"
-        assert visitor.page.evaluate(tables) == 0, where
-        assert visitor.page.evaluate(CONTRAST) == [], where
-    assert visitor.page.title()
-
-
 def test_an_episode_that_goes_on_grows_in_the_page(browser: Any, tmp_path: Path) -> None:
     loop = asyncio.new_event_loop()
     with ExitStack() as stack:

@@ -61,9 +61,11 @@ async function show() {
     const place = h("div", {});
     const made = await make(place, params, sources);
     if (own !== asked) { made.close?.(); return; }
+    const shownBefore = shownPage !== null;
     shownPage?.close?.();
     shownPage = { page, ...made };
     main.replaceChildren(place);
+    if (shownBefore && document.activeElement === document.body) main.focus({ preventScroll: true }); // what had the focus is gone
     setKeys(made.keys);
     made.shown?.();
     document.title = shownPage.title;
@@ -83,5 +85,9 @@ async function show() {
 }
 
 setTheme(remembered());
+document.querySelector(".skip").addEventListener("click", (event) => {
+  event.preventDefault(); // its address would be that of a page
+  document.getElementById("main").focus();
+});
 addEventListener("hashchange", show);
 show();

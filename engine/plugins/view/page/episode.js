@@ -116,12 +116,14 @@ export async function episodePage(main, params, sources) {
       { role: "tab", id: `tab-${name}`, "aria-selected": String(name === tab()), "aria-controls": "panel", tabindex: name === tab() ? "0" : "-1" })));
     panel.setAttribute("aria-labelledby", `tab-${tab()}`);
     panel.dataset.tab = tab();
+    panel.setAttribute("aria-busy", "true");
     try {
       const made = await PANELS[tab()][1](episode, { ...given, turn, run: given.run }, open);
       if (number === asked) panel.replaceChildren(...[made].flat().filter(Boolean));
     } catch (error) {
       if (number === asked) panel.replaceChildren(h("p", { class: "error", role: "alert" }, error.message));
     }
+    if (number === asked) panel.removeAttribute("aria-busy");
   };
 
   tabs.addEventListener("keydown", (event) => {

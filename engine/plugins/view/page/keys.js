@@ -23,6 +23,7 @@ addEventListener("keydown", (event) => {
     return;
   }
   if (document.querySelector("dialog[open]")) return;
+  if (["Enter", " "].includes(event.key) && event.target.closest?.("a[href], button, summary, [role=button]")) return; // the control's own key
   const found = bindings.find(([key]) => key.split(" ").includes(event.key));
   if (!found || event.defaultPrevented) return;
   event.preventDefault();

@@ -36,7 +36,9 @@ function timeline(episode, selected, open) {
   const bars = turns.map((turn, at) => {
     const value = values[at];
     const size = (Math.abs(value) / most) * HEIGHT;
-    return svg("g", { class: "turn-bar" + (selected === turn.index ? " selected" : ""), onclick: () => open({ turn: turn.index }) },
+    return svg("g", { class: "turn-bar" + (selected === turn.index ? " selected" : ""), role: "button", tabindex: "0",
+      "aria-label": `turn ${turn.index}: ${signed(value)}`, onclick: () => open({ turn: turn.index }),
+      onkeydown: (event) => { if (event.key === "Enter" || event.key === " ") { event.preventDefault(); open({ turn: turn.index }); } } },
       svg("rect", { class: "hit", x: at * COLUMN, y: 0, width: COLUMN, height: base + down + 34 }),
       svg("rect", { class: "bar " + tone(value), x: x(at) - 14, y: value >= 0 ? base - size : base, width: 28, height: Math.max(1, size), rx: 2 }),
       svg("text", { x: x(at), y: value >= 0 ? base - size - 5 : base + size + 13, "text-anchor": "middle", class: "value" }, value ? signed(value, 2) : "0"),
@@ -47,8 +49,8 @@ function timeline(episode, selected, open) {
   const arcs = transfers.flatMap(({ move, number }) => move.from.flatMap((from) => move.to.map((to) =>
     arc(x(from) + (to < from ? -6 : 6), x(to) + (to < from ? 6 : -6), offset, rise(Math.abs(from - to)), move, number, open))));
   return h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Timeline of rewards" },
-    svg("svg", { class: "timeline", viewBox: `0 0 ${width} ${base + down + 34}`, width, height: base + down + 34, role: "img",
-      "aria-label": turns.map((turn, at) => `turn ${turn.index}: ${signed(values[at])}`).join(", ") + ". The table below has every change." },
+    svg("svg", { class: "timeline", viewBox: `0 0 ${width} ${base + down + 34}`, width, height: base + down + 34, role: "group",
+      "aria-label": "Rewards by turn. The table below has every change." },
     svg("defs", {}, svg("marker", { id: "arrow", viewBox: "0 0 8 8", refX: 6, refY: 4, markerWidth: 7, markerHeight: 7, orient: "auto-start-reverse" },
       svg("path", { d: "M0 0 L8 4 L0 8 Z", class: "arrow" }))),
     svg("line", { x1: 0, x2: width, y1: base, y2: base, class: "base" }), bars, arcs));

@@ -84,7 +84,8 @@ export function tokenStrip(tokens, start, end, mode, options = {}) {
     for (let at = from; at < to; at += 1) {
       const text = tokenText(tokens, at);
       const part = paint(at);
-      const span = h("span", { class: "token" + (tokens.mask[at] ? " sampled" : "") + (at === options.mark ? " parting" : ""), "data-at": at, role: "option", tabindex: "-1", "aria-selected": "false" });
+      const span = h("span", { class: "token" + (tokens.mask[at] ? " sampled" : "") + (at === options.mark ? " parting" : ""), "data-at": at, role: "option", tabindex: "-1", "aria-selected": "false",
+        "aria-label": text.trim() ? null : JSON.stringify(text) });
       if (part) { span.style.setProperty("--hue", part[0]); span.style.setProperty("--strength", part[1].toFixed(3)); span.classList.add("coloured"); }
       const lines = text.split("\n");
       lines.forEach((line, number) => {

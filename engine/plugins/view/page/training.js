@@ -64,10 +64,10 @@ export async function trainingPage(main, params, sources) {
     step === null ? h("p", { class: "dim" }, "Choose a point or a step to see its episodes.") : h("p", { class: "why warn" }, `Step ${step}: `, list(ofStep(step), "the episodes that it sampled")),
     h("div", { class: "charts" }, chosen.map((each, at) => h("section", { class: "chart" }, h("h2", {}, each, " ", button("×", () => remove(each), { class: "link", "aria-label": `Remove ${each}` })), places[at]))),
     h("p", {}, add),
-    found.evaluations.length ? table(["evaluation", { text: "step", class: "number" }, ...measured.map((text) => ({ text: text.replace("eval/", ""), class: "number" })), ""],
+    found.evaluations.length ? table(["evaluation", { text: "step", class: "number" }, ...measured.map((text) => ({ text: text.replace("eval/", ""), class: "number" })), "episodes"],
       found.evaluations.map((each) => [inline(each.run, 60), integer(each.step), ...measured.map((name) => { const value = each.metrics[name]; return value === undefined || value === null ? "" : value.toFixed(3); }), list(each.filter, "episodes")]),
       { caption: "Evaluations", rowheads: true }) : null,
-    table(["step", ...chosen.map((text) => ({ text, class: "number" })), ""], rows, { caption: "Steps", rowheads: true }));
+    table(["step", ...chosen.map((text) => ({ text, class: "number" })), "episodes"], rows, { caption: "Steps", rowheads: true }));
   const keys = [["u Escape", "Back to the list", () => go("list", {})],
     ["j", "Next step", () => choose(found.steps[Math.min(found.steps.length - 1, found.steps.indexOf(step) + 1)])],
     ["k", "Previous step", () => choose(found.steps[Math.max(0, found.steps.indexOf(step) - 1)])],
