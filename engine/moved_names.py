@@ -18,6 +18,7 @@ MOVED: dict[str, str] = {
     "engine.backends.vllm": "engine.plugins.vllm",
     "engine.checks": "engine.validate",
     "engine.cli.audit": "engine.plugins.audit.command",
+    "engine.cli.console": "engine.console",
     "engine.cli.validate_examine": "engine.cli.validate.examine",
     "engine.client": "engine.plugins.serve.client",
     "engine.doctor": "engine.plugins.doctor",

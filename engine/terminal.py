@@ -2,7 +2,7 @@
 
 A terminal executes control sequences in its output: ESC and C1 sequences move the cursor, write to the clipboard
 (OSC 52) and set titles. Bidirectional controls and invisible characters make text look different from its content
-(CVE-2021-42574). Every command prints through `engine.cli.console`, `echo` or `echo_json`, and logs go through
+(CVE-2021-42574). Every command prints through `engine.console`, `echo` or `echo_json`, and logs go through
 `visible` too. All of them replace such a character by its escape, such as `\\x1b` or `\\u202e`. Line feeds and tabs
 stay.
 """

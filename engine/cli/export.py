@@ -117,8 +117,8 @@ def export(
     With --format scenario: a scenario of one episode, with its replies and its result, which has passed `engine test`,
     so the spec's code runs. A file that holds scenarios of the same spec gets one more.
     """
-    from engine.cli.console import make_console
     from engine.cli.run_report import dropped_words, unchecked_warning
+    from engine.console import make_console
     from engine.store.episode_filter import EpisodeFilter
     from engine.store.find import find_run
     from engine.store.loader import vision_of, with_image_files
@@ -291,7 +291,7 @@ def recorded_scenario(store: RunReader, episode: str, file: Path | None = None) 
 
 
 def _export_scenario(run: str, runs: Path, out: Path | None, episode: str | None) -> None:
-    from engine.cli.console import make_console
+    from engine.console import make_console
     from engine.spec.code.entry import looking
     from engine.store.find import find_run
     from engine.store.store import RunStore

@@ -110,8 +110,8 @@ def plugins(
 
     Exit status: 0, or 1 when a plugin cannot be used.
     """
-    from engine.cli.console import make_console
     from engine.cli.exits import ERROR
+    from engine.console import make_console
 
     installed = plugin.installed()
     if as_json:

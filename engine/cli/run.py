@@ -64,7 +64,7 @@ def run(
     the start, none replies for `backend.wait`, the run has cost `rollout.max_cost`, the first 16 episodes all fail in
     one way, or the backend fails more than 10 % of them; 130 after Ctrl-C; 143 after SIGTERM.
     """
-    from engine.cli.console import make_console
+    from engine.console import make_console
     from engine.runner.processes import processes_of
 
     console = make_console()
@@ -124,7 +124,7 @@ def print_stopped(result: RunResult, folder: Path) -> None:
     Raises:
         typer.Exit: if it did; with status 1 if every episode failed and nothing stopped the run, else with 3.
     """
-    from engine.cli.console import make_console
+    from engine.console import make_console
     from engine.errors import FailingError
     from engine.runner.failure_causes import with_trace
     from engine.store.find import is_divided

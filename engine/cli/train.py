@@ -74,7 +74,7 @@ def train(
     """
     import asyncio
 
-    from engine.cli.console import make_console
+    from engine.console import make_console
     from engine.errors import EngineError, FailingError
     from engine.logs import configure_logging
     from engine.store import training as folders

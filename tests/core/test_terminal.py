@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 import engine.cli
-from engine.cli.console import SafeConsole
+from engine.console import SafeConsole
 from engine.terminal import visible, visible_json
 
 OBEYED = [chr(code) for code in [*range(0x20), *range(0x7F, 0xA0)] if chr(code) not in "\n\t"]
@@ -113,7 +113,7 @@ def test_no_command_prints_except_through_the_functions_that_escape() -> None:
         for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1)
         if own_printing.search(line)
     }
-    assert not found, "print through engine.terminal.echo, echo_json or engine.cli.console.make_console"
+    assert not found, "print through engine.terminal.echo, echo_json or engine.console.make_console"
 
 
 def test_a_traceback_of_a_defect_holds_no_such_character(capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,7 @@ def envs(
     """
     from rich.table import Table
 
-    from engine.cli.console import make_console
+    from engine.console import make_console
     from engine.plugins.adapters.offered import offered
 
     offers = offered()

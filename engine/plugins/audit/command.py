@@ -114,7 +114,7 @@ def _model(path: str, chat_template: str | None, template_kwargs: str | None) ->
 
 
 def _print(report: AuditReport, folder: Path | None, *, everything: bool) -> None:
-    from engine.cli.console import make_console
+    from engine.console import make_console
 
     console = make_console(soft_wrap=True)
     shown: Counter[str] = Counter()

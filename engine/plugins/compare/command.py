@@ -37,7 +37,7 @@ def compare(
     both, are compared; the others are counted. Episodes with a failure that is not the policy's are excluded. The tasks
     with the largest losses and gains are named, and the values of the specs that differ.
     """
-    from engine.cli.console import make_console
+    from engine.console import make_console
     from engine.plugins.compare.run_comparison import compare_runs
     from engine.store import RunStore, find_run
 

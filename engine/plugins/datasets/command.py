@@ -105,8 +105,8 @@ def export_dataset(form: str, run: str, runs: Path, out: Path | None, options: M
         out: The file; by default in the run's folder.
         options: The options of the command: `--content` -> its value.
     """
-    from engine.cli.console import make_console
     from engine.cli.run_report import dropped_words
+    from engine.console import make_console
     from engine.plugins.datasets.contents import TABLES, ExportedRun
     from engine.plugins.datasets.tables import image_bytes, image_paths, write_table
     from engine.store.find import find_run
@@ -147,8 +147,8 @@ def export_dataset(form: str, run: str, runs: Path, out: Path | None, options: M
 def export_sft(run: str, runs: Path, out: Path | None, options: Mapping[str, Any]) -> None:
     """Write rows for supervised fine-tuning: one per branch, with ids, masks by turn and the messages that the model
     was shown."""
-    from engine.cli.console import make_console
     from engine.cli.run_report import dropped_words
+    from engine.console import make_console
     from engine.plugins.datasets.sft_rows import sft_rows
     from engine.store.find import find_run
     from engine.store.loader import vision_of, with_image_files

@@ -29,7 +29,7 @@ def doctor(
     from rich.table import Table
     from rich.text import Text
 
-    from engine.cli.console import make_console
+    from engine.console import make_console
     from engine.plugins.doctor.examine import examine
     from engine.spec.load import load_spec
 
@@ -64,7 +64,7 @@ def models(
     """
     from rich.table import Table
 
-    from engine.cli.console import make_console
+    from engine.console import make_console
     from engine.tokens.catalogue import CATALOGUE, cache_root, cached
 
     rows = [(entry, cached(entry.name)) for entry in CATALOGUE.values()]

@@ -47,9 +47,9 @@ def evaluate(
     """
     import asyncio
 
-    from engine.cli.console import make_console
     from engine.cli.run import print_stopped
     from engine.cli.run_report import sources_table
+    from engine.console import make_console
 
     if ":/" in str(spec) or any((spec / name).exists() for name in ("run.db", "run.json", "train.json")):
         echo(

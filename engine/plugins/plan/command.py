@@ -80,7 +80,7 @@ def _print_plan(
     image_size: str | None,
 ) -> None:
     """Print the plan of a spec. What is None is that of `train.plan`."""
-    from engine.cli.console import make_console
+    from engine.console import make_console
     from engine.plugins.plan.plan import plan_memory, size_of
     from engine.plugins.plan.spec import PlanSpec
     from engine.spec.load import load_spec

@@ -41,7 +41,7 @@ def replay(
     """
     import asyncio
 
-    from engine.cli.console import make_console
+    from engine.console import make_console
 
     if from_turn is not None:
         if episode is not None:
@@ -85,8 +85,8 @@ async def _replay(run: str, episode: str | None, out: Path) -> tuple[list[Replay
 
 def _fork(run: str, out: Path, turn: int, salt: int) -> None:
     """Fork a run at a turn, and run the new run to its end."""
-    from engine.cli.console import make_console
     from engine.cli.run import conclude
+    from engine.console import make_console
     from engine.plugins.replay.fork import fork
     from engine.store import RunStore, find_run
 
@@ -113,7 +113,7 @@ def rescore(
     """
     import asyncio
 
-    from engine.cli.console import make_console
+    from engine.console import make_console
 
     console = make_console(soft_wrap=True)
     with errors_exit(ERROR):

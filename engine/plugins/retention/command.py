@@ -97,7 +97,7 @@ def _reasons(plan: DropPlan, compacted: Compacted) -> dict[str, int]:
 
 
 def _report(folder: Path, plan: DropPlan, compacted: Compacted, *, dry_run: bool) -> None:
-    from engine.cli.console import make_console
+    from engine.console import make_console
 
     console = make_console(soft_wrap=True)
     verb = "would be dropped" if dry_run else "dropped"

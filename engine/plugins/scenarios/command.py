@@ -111,7 +111,7 @@ def status(suites: Sequence[SuiteResult], least: float | None) -> int:
 
 
 def _print(suites: Sequence[SuiteResult], least: float | None) -> None:
-    from engine.cli.console import make_console
+    from engine.console import make_console
 
     console = make_console(soft_wrap=True)
     for suite in suites:

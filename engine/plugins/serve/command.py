@@ -62,8 +62,8 @@ def serve(
     Exit status: 130 after Ctrl-C; 143 after SIGTERM; 1 when the spec is invalid or an episode could not be finished; 2
     when the command line is wrong or the port is in use; 3 when no server can be reached.
     """
-    from engine.cli.console import make_console
     from engine.cli.run import prepare
+    from engine.console import make_console
     from engine.plugins.serve.serving import TOKEN, ServeOptions
 
     if api and (trainer, token_file, ahead) != (None, None, None):

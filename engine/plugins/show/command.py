@@ -89,7 +89,7 @@ def show(
 
 
 def _show_episode(folder: Path, name: str, score: str | None, *, tokens: bool, attempt: int | None, json: bool) -> None:
-    from engine.cli.console import make_console
+    from engine.console import make_console
     from engine.errors import StoreError
     from engine.plugins.show.episode_report import print_finished, print_tokens, print_unfinished, token_documents
     from engine.plugins.show.listing.episode import episode_document

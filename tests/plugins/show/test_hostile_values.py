@@ -20,7 +20,7 @@ from rich.console import Console
 from written_specs import scripted_spec
 
 from engine.backends.registry import open_backend
-from engine.cli.console import SafeConsole
+from engine.console import SafeConsole
 from engine.plugins.show.episode_report import print_finished
 from engine.runner.replay import Replayer
 from engine.runner.runner import Runner

@@ -6,7 +6,7 @@ from io import StringIO
 
 import pytest
 
-from engine.cli.console import SafeConsole
+from engine.console import SafeConsole
 from engine.plugins.show import episode_report
 from engine.schemas.message import Message, ToolCall
 
