@@ -1,9 +1,79 @@
-"""Declared multi-turn episodes for reinforcement learning, exact to the token."""
+"""Declared multi-turn episodes for reinforcement learning, exact to the token.
+
+    import engine
+
+    run = engine.run(engine.load("guess.yaml", {"tasks.limit": 4}))
+    run.rows()                                              # docs/python.md
+
+Invariant: `import engine` imports nothing but the standard library; a public name imports its module when it is used.
+"""
 
 import sys
+from typing import TYPE_CHECKING, Any
 
 from engine.moved_names import MovedModules
 
+if TYPE_CHECKING:
+    from engine.api.runs import Run as Run
+    from engine.api.runs import StoredEpisode
+    from engine.api.runs import open as open
+    from engine.api.specs import load as load
+    from engine.environments.function import Dialogue as Dialogue
+    from engine.environments.function import End as End
+    from engine.environments.function import environment as environment
+    from engine.schemas.environment import Environment as Environment
+    from engine.schemas.environment import EpisodeView as EpisodeView
+    from engine.schemas.environment import Reset as Reset
+    from engine.schemas.environment import Step as Step
+    from engine.schemas.environment import Task as Task
+    from engine.schemas.environment import ToolReply as ToolReply
+    from engine.schemas.environment import User as User
+    from engine.schemas.environment import UserTurn as UserTurn
+    from engine.schemas.environment import action as action
+    from engine.schemas.message import Message as Message
+    from engine.schemas.reward import RewardEvent as RewardEvent
+    from engine.spec.load import LoadedSpec
+
+    Episode = StoredEpisode
+    Spec = LoadedSpec
+
 __version__ = "0.1.0"
 
+PUBLIC = {
+    "Dialogue": "engine.environments.function:Dialogue",
+    "End": "engine.environments.function:End",
+    "Environment": "engine.schemas.environment:Environment",
+    "Episode": "engine.api.runs:StoredEpisode",
+    "EpisodeView": "engine.schemas.environment:EpisodeView",
+    "Message": "engine.schemas.message:Message",
+    "Reset": "engine.schemas.environment:Reset",
+    "RewardEvent": "engine.schemas.reward:RewardEvent",
+    "Run": "engine.api.runs:Run",
+    "Spec": "engine.spec.load:LoadedSpec",
+    "Step": "engine.schemas.environment:Step",
+    "Task": "engine.schemas.environment:Task",
+    "ToolReply": "engine.schemas.environment:ToolReply",
+    "User": "engine.schemas.environment:User",
+    "UserTurn": "engine.schemas.environment:UserTurn",
+    "action": "engine.schemas.environment:action",
+    "environment": "engine.environments.function:environment",
+    "load": "engine.api.specs:load",
+    "open": "engine.api.runs:open",
+}
+"""The public names (docs/python.md), and where each is defined. None is that of a sub-package or module, because an
+import of this would replace it."""
+
 sys.meta_path.append(MovedModules())
+
+
+def __getattr__(name: str) -> Any:
+    if name not in PUBLIC:
+        raise AttributeError(f"module `engine` has no attribute `{name}`")
+    from engine.plugin import load
+
+    value = globals()[name] = load(PUBLIC[name])
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *PUBLIC})

@@ -242,9 +242,10 @@ async def drive(
     """
     import asyncio
 
+    from engine.api.progress import ConsoleProgress, RunPanel
     from engine.backends.registry import open_backend
     from engine.cli.exits import stop_on_signals
-    from engine.cli.run_report import Panel, print_summary, with_progress
+    from engine.cli.run_report import print_summary
     from engine.masking import mask_credentials
     from engine.runner.observers import RunObservers
     from engine.runner.processes import processes_of
@@ -274,9 +275,9 @@ async def drive(
                 if again:
                     console.print(f"{len(await store.begin_again(again))} failed episodes are run again")
                 began = time.perf_counter()
-                with observers.watch(runner.counters, runner.summary):
-                    panel = Panel(runner.counters, runner.summary)
-                    result = await with_progress(panel, runner.run(stop=stop), console, quiet=quiet)
+                watching = ConsoleProgress(console, quiet=quiet).watching(RunPanel(runner.counters, runner.summary))
+                with observers.watch(runner.counters, runner.summary), watching:
+                    result = await runner.run(stop=stop)
             finally:
                 await backend.close()
         await observers.of_result(result)

@@ -1,120 +1,20 @@
-"""What `engine run` prints: lines of progress, a live panel while episodes run, and the summary at the end."""
+"""What `engine run` prints at its end: the summary of a run."""
 
 from __future__ import annotations
 
-import threading
-from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
-from rich.console import Console, Group
-from rich.progress_bar import ProgressBar
 from rich.table import Table
-from rich.text import Text
-
-from engine.terminal import echo
 
 if TYPE_CHECKING:
-    from engine.runner.counters import RunCounters
+    from rich.console import Console
+
     from engine.runner.summary import RunSummary
     from engine.store.reader import RunReader
 
-T = TypeVar("T")
-_CAUSES = 3
-"""Maximum number of causes and limits on a line."""
-_FIRST, _OFTEN, _SELDOM = 2.0, 5.0, 30.0
-_OFTEN_UNTIL = 60.0
 _MESSAGE = 300
 """Number of characters of a failure's message that the summary shows."""
-
-
-def duration(seconds: float) -> str:
-    """A duration with its two largest units: `45 s`, `3 min 20 s`, `2 h 5 min`, `4 d 3 h`."""
-    rounded = max(0, round(seconds))
-    for unit, size, lower, part in (("d", 86_400, "h", 3_600), ("h", 3_600, "min", 60), ("min", 60, "s", 1)):
-        if rounded >= size:
-            rest = rounded % size // part
-            return f"{rounded // size} {unit}" + (f" {rest} {lower}" if rest else "")
-    return f"{rounded} s"
-
-
-def speed(live: RunCounters) -> str:
-    """Turns so far, turns and tokens a second."""
-    return f"{live.turns} turns · {live.turns_per_second:.1f} turns/s · {live.tokens_per_second:.0f} tokens/s"
-
-
-def running(live: RunCounters) -> list[tuple[str, int]]:
-    """The number of running episodes by state."""
-    return [(state, count) for state, count in dict(live.states).items() if count > 0]
-
-
-def endings(live: RunCounters) -> list[str]:
-    """Failures by cause, and the share of finished episodes that each limit ended; empty if there are none."""
-    # Copies: a thread may call this while the run counts.
-    failures, limits = Counter(dict(live.failures)), Counter(dict(live.limits))
-    parts = []
-    if failures:
-        counted = [f"{cause} {count}" for cause, count in failures.most_common()]
-        parts.append(f"{failures.total()} failed: {_first_of(counted)}")
-    if limits:
-        shares = [f"{limit} {100 * count / max(live.finished, 1):.0f}%" for limit, count in limits.most_common()]
-        parts.append(f"ended by limits: {_first_of(shares)}")
-    return parts
-
-
-def _first_of(parts: list[str]) -> str:
-    return ", ".join([*parts[:_CAUSES], *(["…"] if len(parts) > _CAUSES else [])])
-
-
-def pauses() -> Iterator[float]:
-    """Yield the seconds to wait before each line of progress in a log: the first soon, many in the first minute, then
-    few."""
-    yield _FIRST
-    waited = _FIRST
-    while True:
-        pause = _OFTEN if waited < _OFTEN_UNTIL else _SELDOM
-        waited += pause
-        yield pause
-
-
-@contextmanager
-def ticking(line: Callable[[], str | None], say: Callable[[str], None]) -> Iterator[None]:
-    """Say a line of progress from time to time, in a thread, also while other code computes. `line` may return None:
-    nothing to say."""
-    stop = threading.Event()
-
-    def work() -> None:
-        for pause in pauses():
-            if stop.wait(pause):
-                return
-            if (words := line()) is not None:
-                say(words)
-
-    thread = threading.Thread(target=work, name="progress", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        thread.join(timeout=1.0)
-
-
-async def with_progress(panel: Panel, work: Awaitable[T], console: Console, *, quiet: bool) -> T:
-    """Wait for a run, with its panel on a terminal, with a line from time to time elsewhere, or without both
-    (`quiet`)."""
-    from rich.live import Live as LiveDisplay
-
-    if quiet:
-        return await work
-    if console.is_terminal:
-        with LiveDisplay(panel, console=console, refresh_per_second=4, transient=True):
-            return await work
-    try:
-        with ticking(panel.line, echo):
-            return await work
-    finally:
-        echo(panel.line())
 
 
 def share(part: float, whole: float) -> str:
@@ -139,47 +39,6 @@ def dropped_words(store: RunReader) -> str:
 def reasons_in_words(reasons: Mapping[str, int]) -> str:
     """How many rows began for which reason, to follow the number of rows; empty if each episode is one row."""
     return f" ({', '.join(f'{count} {reason}' for reason, count in reasons.items())})" if reasons else ""
-
-
-class Panel:
-    """The live panel; rich renders it at each refresh."""
-
-    def __init__(self, live: RunCounters, summary: RunSummary) -> None:
-        self._live = live
-        self._summary = summary
-
-    def line(self) -> str:
-        """Return the panel's main numbers on one line, for logs."""
-        live, summary = self._live, self._summary
-        states = " ".join(f"{state}={count}" for state, count in running(live))
-        parts = [f"{summary.episodes}/{live.total} episodes", speed(live)]
-        if live.eta is not None:
-            parts.append(f"{duration(live.eta)} left")
-        if summary.episodes:
-            parts.append(f"mean reward {summary.mean_reward:.3f}")
-        parts += [*endings(live), states or "0 running", *self._warnings()]
-        return " · ".join(parts)
-
-    def __rich__(self) -> Group:
-        live, summary = self._live, self._summary
-        head = Table.grid(padding=(0, 2))
-        left = f" · {duration(live.eta)} left" if live.eta is not None else ""
-        head.add_row(
-            ProgressBar(total=max(live.total, 1), completed=summary.episodes, width=32),
-            Text(f"{summary.episodes}/{live.total} episodes"),
-            Text(f"mean reward {summary.mean_reward:.3f}" if summary.episodes else ""),
-            Text(f"{duration(live.seconds)}{left}", style="dim"),
-        )
-        states = Text("  ".join(f"{state} {count}" for state, count in running(live)), style="cyan")
-        more = [Text(line, style="yellow") for line in (*endings(live), *self._warnings())]
-        return Group(head, Text(speed(live)), states, *more)
-
-    def _warnings(self) -> list[str]:
-        unchecked = self._summary.unchecked_prompts
-        return [
-            *([self._live.waits] if self._live.waits else []),
-            *([f"prompts unchecked: {unchecked:,}"] if unchecked else []),
-        ]
 
 
 def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:

@@ -14,7 +14,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from engine.cli.run_report import duration, endings, running, speed, ticking
+from engine.api.progress import duration, endings, running, speed, ticking
 
 if TYPE_CHECKING:
     from engine.runner.counters import RunCounters

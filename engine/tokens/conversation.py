@@ -138,7 +138,7 @@ class Conversation:
         """Schemas of the tools that the next prompt shows, in OpenAI's form; None where there are none."""
         self.messages: list[Message] = []
         """All messages so far, in order."""
-        self.thread = Thread(template, self.messages)
+        self.thread: Thread = Thread(template, self.messages)
         """The messages that the model is shown."""
         self._opening: int | None = None
         """How many messages of the thread preceded the first reply; None before it."""

@@ -11,7 +11,7 @@ import numpy as np
 from rich.console import Console, Group
 from rich.table import Table
 
-from engine.cli.run_report import Panel, duration
+from engine.api.progress import RunPanel, duration
 
 if TYPE_CHECKING:
     from engine.plugins.drivers.run import Fleet
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from engine.store.store import RunStore
 
 
-class DriversPanel(Panel):
+class DriversPanel(RunPanel):
     """The panel of a run, with one line for each driver."""
 
     def __init__(self, fleet: Fleet) -> None:
@@ -84,8 +84,9 @@ async def drive_many(
     keep_going: bool = False,
 ) -> RunResult:
     """Run a prepared run to its end with several drivers; the arguments are those of `engine.cli.run.drive`."""
+    from engine.api.progress import ConsoleProgress
     from engine.cli.exits import stop_on_signals
-    from engine.cli.run_report import print_summary, with_progress
+    from engine.cli.run_report import print_summary
     from engine.masking import mask_credentials
     from engine.plugins.drivers.rules import number_of_drivers
     from engine.plugins.drivers.run import Fleet, run_drivers
@@ -118,8 +119,9 @@ async def drive_many(
     with stop_on_signals(stop, f"To finish it: engine run --resume {store.folder}"):
         async with observers.of_errors():
             work = run_drivers(loaded, fitting, kept, store, fleet, stop=stop, keep_going=keep_going, ready=ready)
-            with observers.watch(fleet.counters, fleet.summary):
-                ended = await with_progress(DriversPanel(fleet), work, console, quiet=quiet)
+            watching = ConsoleProgress(console, quiet=quiet).watching(DriversPanel(fleet))
+            with observers.watch(fleet.counters, fleet.summary), watching:
+                ended = await work
         await observers.of_result(ended.result)
     report = private_file(store.folder / "backend.json")
     report.write_text(mask_credentials(json.dumps({"drivers": ended.counts}, indent=2, default=str)) + "\n")

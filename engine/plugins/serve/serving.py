@@ -10,9 +10,10 @@ import secrets
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
+from engine.api.progress import RunPanel, ticking
 from engine.backends.registry import open_backend
 from engine.cli.exits import stop_on_signals
-from engine.cli.run_report import Panel, print_summary, ticking
+from engine.cli.run_report import print_summary
 from engine.plugins.agents.program import ServedPrograms
 from engine.plugins.agents.server import server_of_loop
 from engine.plugins.agents.spec import AgentSpec
@@ -156,7 +157,7 @@ class ServedRun:
         try:
             self._announce(address)
             progress = (
-                nullcontext() if self._options.quiet else ticking(Panel(runner.counters, runner.summary).line, echo)
+                nullcontext() if self._options.quiet else ticking(RunPanel(runner.counters, runner.summary).line, echo)
             )
             with self._observers.watch(runner.counters, runner.summary, lambda: service.busy), progress:
                 await self._stop.wait()

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 from store_kit import make_trajectory
 
-from engine.cli.run_report import Panel, duration, endings, pauses, ticking
+from engine.api.progress import RunPanel, duration, endings, pauses, ticking
 from engine.cli.train_panel import TrainPanel
 from engine.runner import counters
 from engine.runner.counters import RunCounters
@@ -50,7 +50,7 @@ def test_before_the_first_episode_ends_the_line_has_turns(clock: Clock) -> None:
     live.states.update({"GENERATING": 60, "AWAITING_TOOL": 4})
     live.turns, live.tokens = 42, 1_000
     clock.now += 21
-    assert Panel(live, summary).line() == (
+    assert RunPanel(live, summary).line() == (
         "0/128 episodes · 42 turns · 2.0 turns/s · 48 tokens/s · GENERATING=60 AWAITING_TOOL=4"
     )
 
@@ -67,12 +67,12 @@ def test_the_line_has_remaining_time_failures_and_limits(clock: Clock) -> None:
     clock.now += 10
     # 14 episodes of 3 turns are left, 8 of these turns are made: 34 turns at 2 turns/s
     assert live.eta == 17.0
-    assert Panel(live, summary).line() == (
+    assert RunPanel(live, summary).line() == (
         "4/20 episodes · 20 turns · 2.0 turns/s · 40 tokens/s · 17 s left · mean reward 0.500 · "
         "1 failed: tool_timeout (tool) 1 · ended by limits: assistant_turns 50% · GENERATING=4"
     )
     console = Console(file=io.StringIO(), width=120, record=True)
-    console.print(Panel(live, summary))
+    console.print(RunPanel(live, summary))
     shown = console.export_text()
     for part in (
         "4/20 episodes",
@@ -128,7 +128,7 @@ def test_lines_come_soon_and_then_seldom() -> None:
 
 
 def test_a_line_is_said_while_other_code_computes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.cli.run_report._FIRST", 0.001)
+    monkeypatch.setattr("engine.api.progress._FIRST", 0.001)
     said = Event()
     lines: list[str] = []
     with ticking(lambda: "here", lambda line: (lines.append(line), said.set())):

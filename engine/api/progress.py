@@ -1,0 +1,214 @@
+"""What is shown while a run goes on: a live panel on a terminal, a line from time to time elsewhere, or nothing.
+
+    run = engine.run(spec)                              # on stderr
+    run = engine.run(spec, progress=False)              # nothing
+    run = engine.run(spec, progress=Mine())             # a `Progress` of one's own
+
+Invariant: what shows progress changes nothing that a run does or stores.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Protocol
+
+from rich.console import Console, Group, RenderableType
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from engine.console import make_console
+
+if TYPE_CHECKING:
+    from engine.runner.counters import RunCounters
+    from engine.runner.summary import RunSummary
+
+_CAUSES = 3
+"""Maximum number of causes and limits on a line."""
+_FIRST, _OFTEN, _SELDOM = 2.0, 5.0, 30.0
+_OFTEN_UNTIL = 60.0
+
+
+class Panel(Protocol):
+    """The newest numbers of something that goes on. Both methods may be called in another thread."""
+
+    def line(self) -> str | None:
+        """The main numbers on one line, for logs; None: there is nothing to say yet."""
+
+    def __rich__(self) -> RenderableType:
+        """The panel on a terminal or in a notebook, which rich renders at each refresh."""
+
+
+class Progress(Protocol):
+    """Shows how a run, a training or an evaluation goes on."""
+
+    def say(self, text: str) -> None:
+        """Show a line about a step, such as that the backend is ready."""
+
+    def warn(self, text: str) -> None:
+        """Show a line about something that may be wrong, such as a warning about the spec."""
+
+    def watching(self, panel: Panel) -> AbstractContextManager[None]:
+        """Show a panel while the block runs."""
+
+
+class ConsoleProgress:
+    """Progress on a console: a live panel on a terminal, lines elsewhere.
+
+    Args:
+        console: Where to print; by default stderr.
+        quiet: Show no panel.
+    """
+
+    def __init__(self, console: Console | None = None, *, quiet: bool = False) -> None:
+        self.console = console or make_console(stderr=True)
+        self._quiet = quiet
+
+    def say(self, text: str) -> None:
+        """See `Progress`."""
+        self.console.print(text, markup=False, highlight=False)
+
+    def warn(self, text: str) -> None:
+        """See `Progress`."""
+        self.console.print(text, style="yellow", markup=False, highlight=False)
+
+    @contextmanager
+    def watching(self, panel: Panel) -> Iterator[None]:
+        """See `Progress`."""
+        from rich.live import Live
+
+        if self._quiet:
+            yield
+        elif self.console.is_terminal:
+            with Live(panel, console=self.console, refresh_per_second=4, transient=True):
+                yield
+        else:
+            with ticking(panel.line, self._print_line):
+                yield
+            if (line := panel.line()) is not None:
+                self._print_line(line)
+
+    def _print_line(self, line: str) -> None:
+        self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def progress_of(progress: Progress | bool) -> Progress:
+    """The progress that an argument asks for: True is the default one, False shows nothing."""
+    if isinstance(progress, bool):
+        return ConsoleProgress() if progress else ConsoleProgress(Console(quiet=True), quiet=True)
+    return progress
+
+
+def duration(seconds: float) -> str:
+    """A duration with its two largest units: `45 s`, `3 min 20 s`, `2 h 5 min`, `4 d 3 h`."""
+    rounded = max(0, round(seconds))
+    for unit, size, lower, part in (("d", 86_400, "h", 3_600), ("h", 3_600, "min", 60), ("min", 60, "s", 1)):
+        if rounded >= size:
+            rest = rounded % size // part
+            return f"{rounded // size} {unit}" + (f" {rest} {lower}" if rest else "")
+    return f"{rounded} s"
+
+
+def speed(live: RunCounters) -> str:
+    """Turns so far, turns and tokens a second."""
+    return f"{live.turns} turns · {live.turns_per_second:.1f} turns/s · {live.tokens_per_second:.0f} tokens/s"
+
+
+def running(live: RunCounters) -> list[tuple[str, int]]:
+    """The number of running episodes by state."""
+    return [(state, count) for state, count in dict(live.states).items() if count > 0]
+
+
+def endings(live: RunCounters) -> list[str]:
+    """Failures by cause, and the share of finished episodes that each limit ended; empty if there are none."""
+    # copies: a thread may call this while the run counts.
+    failures, limits = Counter(dict(live.failures)), Counter(dict(live.limits))
+    parts = []
+    if failures:
+        counted = [f"{cause} {count}" for cause, count in failures.most_common()]
+        parts.append(f"{failures.total()} failed: {_first_of(counted)}")
+    if limits:
+        shares = [f"{limit} {100 * count / max(live.finished, 1):.0f}%" for limit, count in limits.most_common()]
+        parts.append(f"ended by limits: {_first_of(shares)}")
+    return parts
+
+
+def _first_of(parts: list[str]) -> str:
+    return ", ".join([*parts[:_CAUSES], *(["…"] if len(parts) > _CAUSES else [])])
+
+
+def pauses() -> Iterator[float]:
+    """Yield the seconds to wait before each line of progress in a log: the first soon, many in the first minute, then
+    few."""
+    yield _FIRST
+    waited = _FIRST
+    while True:
+        pause = _OFTEN if waited < _OFTEN_UNTIL else _SELDOM
+        waited += pause
+        yield pause
+
+
+@contextmanager
+def ticking(line: Callable[[], str | None], say: Callable[[str], None]) -> Iterator[None]:
+    """Say a line of progress from time to time, in a thread, also while other code computes. `line` may return None:
+    nothing to say."""
+    stop = threading.Event()
+
+    def work() -> None:
+        for pause in pauses():
+            if stop.wait(pause):
+                return
+            if (words := line()) is not None:
+                say(words)
+
+    thread = threading.Thread(target=work, name="progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join(timeout=1.0)
+
+
+class RunPanel:
+    """The panel of a run."""
+
+    def __init__(self, live: RunCounters, summary: RunSummary) -> None:
+        self._live = live
+        self._summary = summary
+
+    def line(self) -> str:
+        """Return the panel's main numbers on one line, for logs."""
+        live, summary = self._live, self._summary
+        states = " ".join(f"{state}={count}" for state, count in running(live))
+        parts = [f"{summary.episodes}/{live.total} episodes", speed(live)]
+        if live.eta is not None:
+            parts.append(f"{duration(live.eta)} left")
+        if summary.episodes:
+            parts.append(f"mean reward {summary.mean_reward:.3f}")
+        parts += [*endings(live), states or "0 running", *self._warnings()]
+        return " · ".join(parts)
+
+    def __rich__(self) -> Group:
+        live, summary = self._live, self._summary
+        head = Table.grid(padding=(0, 2))
+        left = f" · {duration(live.eta)} left" if live.eta is not None else ""
+        head.add_row(
+            ProgressBar(total=max(live.total, 1), completed=summary.episodes, width=32),
+            Text(f"{summary.episodes}/{live.total} episodes"),
+            Text(f"mean reward {summary.mean_reward:.3f}" if summary.episodes else ""),
+            Text(f"{duration(live.seconds)}{left}", style="dim"),
+        )
+        states = Text("  ".join(f"{state} {count}" for state, count in running(live)), style="cyan")
+        more = [Text(line, style="yellow") for line in (*endings(live), *self._warnings())]
+        return Group(head, Text(speed(live)), states, *more)
+
+    def _warnings(self) -> list[str]:
+        unchecked = self._summary.unchecked_prompts
+        return [
+            *([self._live.waits] if self._live.waits else []),
+            *([f"prompts unchecked: {unchecked:,}"] if unchecked else []),
+        ]

@@ -1,0 +1,234 @@
+"""A stored run -> its episodes, rows and sums, in Python.
+
+    run = engine.open("latest")
+    good = run.filter("outcome.solved && turns.assistant <= 4")
+    good.rows()                       # pyarrow.Table, one row per branch
+    run.episodes["sum-0-0003/1"].messages
+
+Invariant: what is read here is what `engine show` and `engine export` read. A run that still goes on may be opened;
+each question gets the newest answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from engine.errors import StoreError
+from engine.store import RunStore, find_run
+from engine.store.episode_filter import EpisodeFilter
+
+if TYPE_CHECKING:
+    import pandas
+    import pyarrow as pa
+
+    from engine.runner.summary import RunResult, RunSummary
+    from engine.schemas.environment import Task
+    from engine.schemas.message import Message
+    from engine.schemas.trajectory import Trajectory, Turn
+    from engine.spec.load import LoadedSpec
+    from engine.store.reader import RunReader
+    from engine.store.reading import EpisodeRow
+
+
+class StoredEpisode:
+    """One episode of a stored run. What it did is read when it is asked for."""
+
+    def __init__(self, run: Run, row: EpisodeRow) -> None:
+        self._run = run
+        self.row = row
+        """Its line in lists. What only a finished episode has is None before."""
+        self.id = row.id
+        """`<task>/<sample>`."""
+        self.reward = row.reward
+        """Sum over turns and names; None until it is done."""
+        self.solved = row.solved
+        """Whether the task was reported as solved; None until it is done."""
+        self.failure = row.failure
+        """The kind of the failure; None if there is none."""
+
+    @cached_property
+    def trajectory(self) -> Trajectory:
+        """Everything that is stored of it: branches with ids, log-probs and masks, the ledger, the path, the outcome.
+
+        Raises:
+            StoreError: the episode is not done.
+        """
+        return self._run.store.trajectory(self.id)
+
+    @property
+    def task(self) -> Task:
+        """Its task."""
+        return self._run.store.task(self.row.task_id)
+
+    @property
+    def messages(self) -> Sequence[Message]:
+        """The conversation. Raises: StoreError: the episode is not done."""
+        return self.trajectory.messages
+
+    @property
+    def turns(self) -> Sequence[Turn]:
+        """The assistant turns, with the rewards of each. Raises: StoreError: the episode is not done."""
+        return self.trajectory.turns
+
+    def __repr__(self) -> str:
+        reward = "" if self.reward is None else f", reward {self.reward:+.3f}"
+        return f"<Episode {self.id}: {self.failure or self.row.event or self.row.status}{reward}>"
+
+
+class Episodes(Sequence[StoredEpisode]):
+    """The episodes of a run, or of a part of it, in the order of tasks and samples."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    @cached_property
+    def _rows(self) -> list[EpisodeRow]:
+        keep = self._run.kept
+        return [row for row in self._run.store.episodes() if keep is None or row.id in keep]
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __iter__(self) -> Iterator[StoredEpisode]:
+        return (StoredEpisode(self._run, row) for row in self._rows)
+
+    def __getitem__(self, which: Any) -> Any:
+        """An episode by its position or id; a list of them by a slice."""
+        if isinstance(which, str):
+            return StoredEpisode(self._run, self._run.store.episode(which))
+        if isinstance(which, slice):
+            return [StoredEpisode(self._run, row) for row in self._rows[which]]
+        return StoredEpisode(self._run, self._rows[which])
+
+    def __repr__(self) -> str:
+        return f"<{len(self)} episodes of {self._run.id}>"
+
+
+class Run:
+    """A stored run. Made by `engine.run` and `engine.open`."""
+
+    def __init__(self, store: RunReader, result: RunResult | None = None, *, expressions: Sequence[str] = ()) -> None:
+        self.store = store
+        self.result = result
+        """How this launch ended: interrupted, or stopped by an error; None for a run that was only opened."""
+        self._expressions = expressions
+
+    @property
+    def id(self) -> str:
+        """The run's id, which is the name of its folder."""
+        return self.store.run_id
+
+    @property
+    def folder(self) -> Path:
+        """The run's folder."""
+        return self.store.folder
+
+    @property
+    def status(self) -> str:
+        """`running`, `interrupted` or `done`."""
+        return self.store.status
+
+    @cached_property
+    def spec(self) -> LoadedSpec:
+        """The spec that the run was made with."""
+        return self.store.loaded_spec()
+
+    @cached_property
+    def kept(self) -> frozenset[str] | None:
+        """Ids of the episodes of this part of the run; None: it is the whole run."""
+        if not self._expressions:
+            return None
+        return frozenset(trajectory.episode_id for trajectory in self.trajectories())
+
+    @property
+    def episodes(self) -> Episodes:
+        """The episodes, also those that are not done; of a filtered run the finished ones for which it holds."""
+        return Episodes(self)
+
+    def filter(self, expression: str) -> Run:
+        """The part of the run with the finished episodes for which this holds: CEL, as in `engine export --filter`.
+
+        Raises:
+            StoreError: the expression is not valid.
+        """
+        EpisodeFilter(self.store, expression, "filter")
+        return Run(self.store, self.result, expressions=(*self._expressions, expression))
+
+    def trajectories(self) -> Iterator[Trajectory]:
+        """Every finished episode with all that is stored of it, a few in memory at a time."""
+        filters = [EpisodeFilter(self.store, expression, "filter") for expression in self._expressions]
+        for trajectory in self.store.trajectories():
+            if all(holds(trajectory) for holds in filters):
+                yield trajectory
+
+    @property
+    def summary(self) -> RunSummary:
+        """Sums over the finished episodes: outcomes, rewards by turn and name, failures by cause, time by state."""
+        from engine.runner.summary import RunSummary
+
+        summary = RunSummary()
+        for trajectory in self.trajectories():
+            summary.add(trajectory)
+        return summary
+
+    def rows(self, *, credit: Mapping[str, Any] | None = None, trainable_only: bool = False) -> pa.Table:
+        """The training rows, one per branch, with the columns of docs/rows.md.
+
+        Args:
+            credit: Another credit method than the spec's: `{"method": "turn_return", "gamma": 0.9}`.
+            trainable_only: Leave out rows that are not trainable.
+        """
+        import pyarrow as pa
+
+        from engine.store.rows.export import arrow_schema, export_rows, record_batch
+
+        filters = [EpisodeFilter(self.store, expression, "filter") for expression in self._expressions]
+        rows = export_rows(
+            self.store,
+            credit=None if credit is None else _credit(credit),
+            trainable_only=trainable_only,
+            keep=lambda trajectory: all(holds(trajectory) for holds in filters),
+        )
+        return pa.Table.from_batches([record_batch([row]) for row in rows], arrow_schema())
+
+    def to_pandas(self) -> pandas.DataFrame:
+        """A table of the episodes, one row each. Needs the package pandas.
+
+        Raises:
+            StoreError: pandas is not installed.
+        """
+        try:
+            import pandas
+        except ImportError:
+            raise StoreError("`to_pandas` needs pandas: pip install pandas") from None
+        rows = [episode.row for episode in self.episodes]
+        names = type(rows[0]).__struct_fields__ if rows else ()
+        return pandas.DataFrame({name: [getattr(row, name) for row in rows] for name in names})
+
+    def __repr__(self) -> str:
+        part = "" if not self._expressions else f", where {' and '.join(self._expressions)}"
+        return f"<Run {self.id}: {self.status}{part}>"
+
+
+def _credit(values: Mapping[str, Any]) -> Any:
+    from pydantic import TypeAdapter
+
+    from engine.schemas.credit import CreditSpec
+
+    return TypeAdapter(CreditSpec).validate_python(dict(values))
+
+
+def open(run: str | Path, out: str | Path = "runs") -> Run:
+    """Open a stored run for reading.
+
+    Args:
+        run: A folder, an id, the beginning of one, or `latest`.
+        out: The folder in which runs are stored.
+
+    Raises:
+        StoreError: there is no such run.
+    """
+    return Run(RunStore.open(find_run(run, out=out), readonly=True))
