@@ -14,7 +14,7 @@ import typer
 
 from engine import plugin
 from engine.cli.exits import USAGE, errors_exit, wrong_usage
-from engine.cli.options import Imports, RunsFolder, StoredRun, one_of, only_looks
+from engine.cli.options import Imports, RunsFolder, Score, StoredRun, one_of, only_looks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -63,19 +63,6 @@ class ExportFormat:
 @only_looks
 def export(
     run: StoredRun,
-    format: Annotated[
-        str | None,
-        one_of(
-            "export_formats",
-            CORE,
-            "jsonl or parquet: training rows; the default follows the suffix of --out, else jsonl. "
-            "scenario: a test of one episode, for `engine test`. Others are formats of plugins.",
-        ),
-    ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option("--out", "-o", help="The file; by default rows.FORMAT in the run's folder."),
-    ] = None,
     episode: Annotated[str | None, typer.Option(metavar="ID", help="With --format scenario: the episode.")] = None,
     filter: Annotated[
         str | None,
@@ -86,7 +73,6 @@ def export(
             "such as 'outcome.solved && turns.assistant <= 4'.",
         ),
     ] = None,
-    runs: RunsFolder = Path("runs"),
     trainable_only: Annotated[
         bool, typer.Option("--trainable-only", help="Leave out rows that are not trainable.")
     ] = False,
@@ -94,15 +80,27 @@ def export(
         list[str] | None,
         typer.Option(metavar="KEY=VALUE", help="Change the spec's credit method: --credit method=turn_return"),
     ] = None,
-    score: Annotated[
-        str | None, typer.Option(metavar="LABEL", help="Use the rewards of this score of `engine rescore`.")
-    ] = None,
+    score: Score = None,
     values: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
             help="A critic's values, for bilevel_gae and turn_ppo: JSON lines with `episode_id` and `values`, "
             "a list for each turn, a number for each sampled token.",
+        ),
+    ] = None,
+    runs: RunsFolder = Path("runs"),
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", metavar="FILE", help="The file; by default rows.FORMAT in the run's folder."),
+    ] = None,
+    format: Annotated[
+        str | None,
+        one_of(
+            "export_formats",
+            CORE,
+            "jsonl or parquet: training rows; the default follows the suffix of --out, else jsonl. "
+            "scenario: a test of one episode, for `engine test`. Others are formats of plugins.",
         ),
     ] = None,
     imports: Imports = None,

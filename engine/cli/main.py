@@ -8,17 +8,20 @@ import os
 import sys
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 import typer.core
 
 from engine import plugin
-from engine.cli.options import JsonLines, with_options
+from engine.cli.options import Json, with_options
 from engine.terminal import brief, echo, echo_json
 
 # Torch reads this when it is imported. Threads that spin while they wait make a busy machine several times slower.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+_COMPLETION = {"--install-completion", "--show-completion"}
 
 
 class _Commands(typer.core.TyperGroup):
@@ -27,8 +30,10 @@ class _Commands(typer.core.TyperGroup):
     A command of a plugin that is not installed is refused with what to install.
     """
 
-    def make_context(self, *arguments: Any, **options: Any) -> Any:
-        return _briefly(super().make_context, *arguments, **options)
+    def make_context(self, info_name: Any, args: list[str], *arguments: Any, **options: Any) -> Any:
+        if _COMPLETION & set(args):  # typer would print the help, and install nothing
+            args = [word for word in args if word != "--help"]
+        return _briefly(super().make_context, info_name, args, *arguments, **options)
 
     def invoke(self, ctx: Any) -> Any:
         return _briefly(super().invoke, ctx)
@@ -86,25 +91,45 @@ _ABOUT = (
     "An episode is one YAML file: states, limits, tools, a user, rewards. Check it, run it, train on it:"
 )
 _EXAMPLES = (
-    ("engine new my-task", "create a spec, an environment and a test to start from"),
-    ("engine validate specs/", "find every error, with file:line:column and the fix"),
-    ("engine test specs/", "play scripted episodes and compare their results"),
-    ("engine graph specs/quickstart.yaml", "draw the state machine"),
-    ("engine run specs/quickstart.yaml", "run episodes with the model"),
-    ("engine serve --api SPEC", "let programs that run elsewhere open episodes"),
-    ("engine train specs/train_arithmetic.yaml", "train the model on its episodes"),
-    ("engine show latest", "show messages and rewards, and who moved which reward"),
-    ("engine view", "look at episodes, tokens and rewards in a browser"),
-    ("engine export latest --format parquet", "write training rows"),
-    ("engine rescore latest --spec other.yaml", "apply other reward rules and another credit method"),
-    ("engine eval specs/quickstart.yaml", "measure success by turn and pass@k, with intervals"),
-    ("engine replay latest", "rebuild the same bytes, without a model"),
+    "engine new my-task",
+    "engine validate specs/",
+    "engine run specs/quickstart.yaml",
+    "engine show latest",
+    "engine view",
+    "engine train specs/train_arithmetic.yaml",
+    "engine export latest --format parquet",
 )
-"""Command lines in the help, and what they do. One of a plugin that is not installed is left out."""
+"""Command lines in the help. One of a plugin that is not installed is left out."""
+_PANELS = {
+    "Begin": ("new", "envs", "models"),
+    "Run": ("run", "eval", "replay", "rescore"),
+    "Look": ("show", "view", "compare", "graph"),
+    "Train": ("train", "plan", "compact"),
+    "Check": ("validate", "explain", "test", "doctor", "template", "audit"),
+    "Connect": ("export", "import", "serve", "schema", "plugins"),
+}
+"""The panels of the help, and the commands in each. Commands of other packages follow in a panel of their own."""
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        from engine import __version__
+
+        echo(f"episode-engine {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _of_all(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """The options of `engine` itself."""
 
 
 def plugins(
-    as_json: JsonLines = False,
+    as_json: Json = False,
 ) -> None:
     """List the plugins: name, package, version, what each adds, and why one cannot be used.
 
@@ -144,18 +169,20 @@ def _register() -> None:
     from engine.cli.validate.command import explain, validate
 
     core = (validate, explain, run, train, with_options("export", export), plugins)
-    for command in core:
-        app.command(command.__name__)(command)
+    commands: dict[str, Callable[..., None]] = {command.__name__: command for command in core}
+    commands |= plugin.loaded("commands", list(commands), check=_no_command)
+    panels = {name: panel for panel, names in _PANELS.items() for name in names}
+    order = [*panels, *commands]
     groups = {"": app}
-    for name, added in plugin.loaded("commands", [command.__name__ for command in core], check=_no_command).items():
+    for name in sorted(commands, key=lambda name: order.index(name.split()[0])):
         group, _, last = name.rpartition(" ")
+        panel = panels.get(name.split()[0], "Others")
         if group not in groups:
             groups[group] = typer.Typer(cls=_Commands, help=plugin.COMMAND_GROUPS[group], no_args_is_help=True)
             groups[group].callback()(lambda: None)  # or one command would be the group itself
-            app.add_typer(groups[group], name=group)
-        groups[group].command(last)(added)
-    names = {command.name for command in app.registered_commands}
-    examples = [f"  {line:45}{words}" for line, words in _EXAMPLES if line.split()[1] in names]
+            app.add_typer(groups[group], name=group, rich_help_panel=panel)
+        groups[group].command(last, rich_help_panel=panel)(commands[name])
+    examples = [f"  {line}" for line in _EXAMPLES if line.split()[1] in commands]
     app.info.help = "\n\n".join([_ABOUT, *examples])
 
 

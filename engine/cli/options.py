@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 
@@ -16,12 +16,14 @@ from engine.terminal import echo
 SpecPath = Annotated[Path | None, typer.Argument(help="The episode spec. With --resume the run's own spec is used.")]
 Spec = Annotated[Path, typer.Argument(help="The episode spec.")]
 StoredRun = Annotated[str, typer.Argument(help="A run's folder, its id or the beginning of it, or `latest`.")]
-RunsFolder = Annotated[Path, typer.Option(help="Folder in which runs are stored.")]
+_RUNS = "Folder in which runs are stored."
+RunsFolder = Annotated[Path, typer.Option(metavar="FOLDER", help=_RUNS)]
 Overrides = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a value: --set rollout.seed=1")
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Override a value of the spec: --set rollout.seed=1"),
 ]
 Limit = Annotated[int | None, typer.Option(min=1, help="Run only this number of tasks, the first ones.")]
-Out = Annotated[Path | None, typer.Option(help="Folder in which runs are stored; by default the spec's `rollout.out`.")]
+Out = Annotated[Path | None, typer.Option(metavar="FOLDER", help=_RUNS, show_default="the spec's `rollout.out`")]
 Resume = Annotated[
     str | None, typer.Option(metavar="RUN", help="Continue this run: a folder, an id or its beginning, or `latest`.")
 ]
@@ -29,9 +31,9 @@ KeepGoing = Annotated[
     bool, typer.Option("--keep-going", help="Continue if the first 16 episodes all fail with one cause.")
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-JsonLines = Annotated[bool, typer.Option("--json", help="Print one JSON object per line, for programs.")]
-TextOrJson = Annotated[Literal["text", "json"], typer.Option(metavar="<text|json>", help="Output format.")]
+Score = Annotated[str | None, typer.Option(metavar="LABEL", help="Use the rewards of this score of `engine rescore`.")]
+Port = Annotated[int, typer.Option(min=0, max=65535, help="Port; 0: a free one, which is printed.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 Imports = Annotated[
     list[str] | None,
     typer.Option(

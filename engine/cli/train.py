@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from engine.cli.exits import ERROR, FAILED, wrong_usage
-from engine.cli.options import KeepGoing, Quiet
+from engine.cli.options import KeepGoing, Out, Overrides, Quiet
 from engine.terminal import echo
 
 if TYPE_CHECKING:
@@ -34,20 +34,8 @@ def train(
         Path | None,
         typer.Argument(help="The episode spec, with a `train:` section. Omit it with --resume TRAINING."),
     ] = None,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="KEY=VALUE",
-            help="Override a value: --set train.steps=50. With --resume: steps, learning rate and schedule, time "
-            "limits, "
-            "evaluation, checkpoints, reports.",
-        ),
-    ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(help="Folder for trainings. Default: the spec's `rollout.out`."),
-    ] = None,
+    overrides: Overrides = None,
+    out: Out = None,
     resume: Annotated[
         str | None,
         typer.Option(
@@ -67,7 +55,10 @@ def train(
     """Train the spec's model on its own episodes, or with `train.kind: sft` on episodes that were exported.
 
     --resume continues where the training ended, also after `kill -9`: from the newest checkpoint, the batch log and the
-    episodes in the store. Episodes that were running continue at their turn. Exit status: 0 when the last step is done;
+    episodes in the store. Episodes that were running continue at their turn. With it --set changes steps, learning rate
+    and schedule, time limits, evaluation, checkpoints and reports.
+
+    Exit status: 0 when the last step is done;
     1 when the training cannot start or continue; 2 when the command line is wrong; 3 when no server can be reached at
     the start, none replies for `backend.wait`, the training has cost `rollout.max_cost`, or the first 16 episodes all
     fail with one cause; 130 after Ctrl-C; 143 after SIGTERM.

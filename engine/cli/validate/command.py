@@ -64,7 +64,6 @@ def _looks_like_spec(file: Path, allowed: Sequence[Path]) -> bool:
 
 def validate(
     specs: Annotated[list[Path], typer.Argument(metavar="SPEC…", help="Specs, or folders of specs.")],
-    format: Annotated[str, one_of("findings_formats", FORMATS, "Format of the findings.")] = "text",
     overrides: Overrides = None,
     worst: Annotated[
         bool,
@@ -81,13 +80,6 @@ def validate(
         ),
     ] = None,
     notes: Annotated[bool, typer.Option("--notes", help="In text, also show findings of severity info.")] = False,
-    imports: Annotated[
-        bool,
-        typer.Option(
-            "--import",
-            help="Import the code that specs name, for the rules that need it; only for specs that you trust.",
-        ),
-    ] = False,
     allowed: Annotated[
         list[Path] | None,
         typer.Option(
@@ -97,6 +89,14 @@ def validate(
         ),
     ] = None,
     timeout: Annotated[float, typer.Option(min=0.1, metavar="SECONDS", help="Time limit for one spec.")] = 60.0,
+    format: Annotated[str, one_of("findings_formats", FORMATS, "Format of the findings.")] = "text",
+    imports: Annotated[
+        bool,
+        typer.Option(
+            "--import",
+            help="Import the code that specs name, for the rules that need it; only for specs that you trust.",
+        ),
+    ] = False,
 ) -> None:
     """Find all errors before a run: file:line:column, the rule, what is wrong, and how to fix it.
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from engine.cli.options import JsonLines
+from engine.cli.options import Json
 from engine.terminal import echo_json
 
 
 def envs(
-    as_json: JsonLines = False,
+    as_json: Json = False,
 ) -> None:
     """List the adapters, environments, users, tools and scorers that a spec may name, and what each needs.
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from engine.cli.exits import USAGE, errors_exit, wrong_usage
+from engine.cli.options import Json, RunsFolder
 from engine.terminal import echo_json
 
 if TYPE_CHECKING:
@@ -52,11 +53,11 @@ def audit(
     ] = None,
     strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 on warnings too.")] = False,
     store: Annotated[
-        bool, typer.Option("--store", help="Store the rows as a run, for show, view, export and rescore.")
+        bool, typer.Option("--store", help="Store the rows as a run in --out, for show, view, export and rescore.")
     ] = False,
-    out: Annotated[Path, typer.Option(help="With --store: folder in which runs are stored.")] = Path("runs"),
-    everything: Annotated[bool, typer.Option("--all", help="Print every finding.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object, with every finding.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Print every finding; --json always does.")] = False,
+    out: RunsFolder = Path("runs"),
+    json: Json = False,
 ) -> None:
     """Judge training rows of verl, TRL, slime, SkyRL or AReaL: ids, masks, prompts, rewards, groups and versions.
 

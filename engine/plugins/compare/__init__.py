@@ -7,4 +7,5 @@ PLUGIN = Plugin(
     about="Compares two runs of the same tasks",
     needs=("evaluation", "show"),
     commands={"compare": "engine.plugins.compare.command:compare"},
+    old_options={"compare --format": "engine compare FIRST SECOND --json"},
 )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from engine.cli.exits import USAGE, errors_exit, wrong_usage
-from engine.cli.options import RunsFolder, TextOrJson, only_looks
+from engine.cli.options import Json, RunsFolder, only_looks
 from engine.terminal import echo_json
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def compare(
     ],
     second: Annotated[str, typer.Argument(help="The run that is compared with it.")],
     out: RunsFolder = Path("runs"),
-    format: TextOrJson = "text",
+    json: Json = False,
 ) -> None:
     """Compare two runs, paired by task: the difference of the second run from the first, with a 95 % interval.
 
@@ -49,7 +49,7 @@ def compare(
             f"{one.run_id} and {other.run_id} have no finished task in common "
             f"({len(comparison.changed)} of the same name differ); compare runs of the same tasks"
         )
-    if format == "json":
+    if json:
         document = {
             "first": comparison.first,
             "second": comparison.second,

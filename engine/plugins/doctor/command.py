@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from engine.cli.exits import ERROR, errors_exit
-from engine.cli.options import JsonLines, Overrides
+from engine.cli.options import Json, Overrides
 from engine.terminal import echo_json
 
 _MARKS = {"ok": ("ok", "green"), "warning": ("warning", "yellow"), "error": ("error", "red")}
@@ -20,7 +20,7 @@ def doctor(
         Path | None, typer.Argument(help="The spec to run here. Without it only the machine is checked.")
     ] = None,
     overrides: Overrides = None,
-    as_json: JsonLines = False,
+    as_json: Json = False,
 ) -> None:
     """Check torch, CUDA, cuDNN, SGLang, ports, shared memory and disk, before a run.
 
@@ -55,7 +55,7 @@ def doctor(
 
 
 def models(
-    as_json: JsonLines = False,
+    as_json: Json = False,
 ) -> None:
     """List the models of the catalogue, and which of them are in the cache.
 

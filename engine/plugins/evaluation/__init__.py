@@ -16,6 +16,7 @@ PLUGIN = Plugin(
         Section(owner="train", keys=("eval",), use="engine.plugins.evaluation.spec:TrainEvalSpec", resumable=("eval",)),
     ),
     commands={"eval": "engine.plugins.evaluation.command:evaluate"},
+    old_options={"eval --format": "engine eval SPEC --json"},
     rules=("engine.plugins.evaluation.rules",),
     hooks={
         "evaluate_training": "engine.plugins.evaluation.training:evaluator",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from engine.cli.exits import ERROR, errors_exit
-from engine.cli.options import KeepGoing, Limit, Out, Overrides, Quiet, Spec, TextOrJson
+from engine.cli.options import Json, KeepGoing, Limit, Out, Overrides, Quiet, Spec
 from engine.terminal import echo, echo_json
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def evaluate(
     overrides: Overrides = None,
     limit: Limit = None,
     out: Out = None,
-    format: TextOrJson = "text",
+    as_json: Json = False,
     keep_going: KeepGoing = False,
     quiet: Quiet = False,
 ) -> None:
@@ -58,7 +58,7 @@ def evaluate(
             err=True,
         )
         raise typer.Exit(ERROR)
-    console = make_console(stderr=format == "json", soft_wrap=True)
+    console = make_console(stderr=as_json, soft_wrap=True)
     changes = list(overrides or ())
     if samples is not None:
         changes.append(f"rollout.samples_per_task={samples}")
@@ -66,11 +66,11 @@ def evaluate(
         if model is not None:
             frozen = frozen_role_models(spec, changes)
             changes += [f"model.path={json.dumps(_other_model(console, spec, changes, model))}", *frozen]
-        silent = quiet or format == "json"
+        silent = quiet or as_json
         folder, found, result = asyncio.run(
             _evaluate(console, spec, changes, limit, out, quiet=silent, keep_going=keep_going)
         )
-    if format == "json":
+    if as_json:
         sources = {name: asdict(sums) for name, sums in result.summary.sources.items()}
         echo_json(plain(found) | {"run": str(folder)} | ({"sources": sources} if sources else {}))
     else:

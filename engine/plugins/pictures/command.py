@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 def graph(
     spec: Spec,
-    format: Annotated[
-        str | None, one_of("graph_formats", ["mermaid"], "The default follows the suffix of --out, else mermaid.")
-    ] = None,
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write here instead of to the terminal.")] = None,
     overrides: Overrides = None,
     run: Annotated[
         str | None, typer.Option(metavar="RUN", help="Show how often this run's episodes took each transition.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write here instead of to the terminal.")] = None,
+    format: Annotated[
+        str | None, one_of("graph_formats", ["mermaid"], "The default follows the suffix of --out, else mermaid.")
     ] = None,
 ) -> None:
     """Draw a spec's machine, including its preset.

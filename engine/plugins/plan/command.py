@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from engine.cli.exits import ERROR, errors_exit, wrong_usage
+from engine.cli.options import Overrides, Spec
 from engine.terminal import size_words
 
 if TYPE_CHECKING:
@@ -28,11 +29,8 @@ _WORDS = {
 
 
 def plan(
-    spec: Annotated[Path, typer.Argument(help="The spec.")],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="PATH=VALUE", help="Set a value of the spec: `train.memory.offload=all`."),
-    ] = None,
+    spec: Spec,
+    overrides: Overrides = None,
     processes: Annotated[
         int | None,
         typer.Option(metavar="N", min=1, help="The number of processes. Default: that of `train.plan`, else 1."),

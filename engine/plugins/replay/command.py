@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from engine.cli.exits import ERROR, errors_exit
-from engine.cli.options import RunsFolder, StoredRun
+from engine.cli.options import Overrides, RunsFolder, StoredRun
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 def replay(
     run: StoredRun,
     episode: Annotated[str | None, typer.Argument(help="One episode; by default all finished ones.")] = None,
-    out: RunsFolder = Path("runs"),
     from_turn: Annotated[
         int | None,
         typer.Option(min=0, metavar="K", help="Fork: keep the entries before turn K, and sample again from there."),
@@ -29,6 +28,7 @@ def replay(
     salt: Annotated[
         int, typer.Option(min=0, help="With --from-turn: changes the sampling seeds; 0 uses the run's own.")
     ] = 1,
+    out: RunsFolder = Path("runs"),
 ) -> None:
     """Rebuild finished episodes from their journals, and compare them with the stored ones, byte for byte.
 
@@ -98,9 +98,7 @@ def _fork(run: str, out: Path, turn: int, salt: int) -> None:
 def rescore(
     run: StoredRun,
     spec: Annotated[Path, typer.Option("--spec", help="The spec whose `rewards` are used.")],
-    overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a value of that spec.")
-    ] = None,
+    overrides: Overrides = None,
     label: Annotated[str | None, typer.Option(help="Label of the score; by default the spec file's name.")] = None,
     replace: Annotated[bool, typer.Option("--replace", help="Replace an existing score with this label.")] = False,
     out: RunsFolder = Path("runs"),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from engine.cli.options import TextOrJson
+from engine.cli.options import Json, Overrides
 from engine.terminal import echo, echo_json, visible
 
 if TYPE_CHECKING:
@@ -26,7 +26,6 @@ def test(
     paths: Annotated[
         list[Path], typer.Argument(metavar="PATH…", help="Specs, files of scenarios, or folders of them.")
     ],
-    format: TextOrJson = "text",
     require_coverage: Annotated[
         bool,
         typer.Option(
@@ -46,9 +45,8 @@ def test(
     only: Annotated[
         str | None, typer.Option("-k", metavar="TEXT", help="Play only scenarios whose name contains this.")
     ] = None,
-    overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a value in every spec.")
-    ] = None,
+    overrides: Overrides = None,
+    json: Json = False,
 ) -> None:
     """Play the scenarios of specs on the scripted backend, with the model's real tokenizer.
 
@@ -69,7 +67,7 @@ def test(
     formats = Formats()
     suites = [run_suite(spec, formats, overrides or (), only, file) for spec, file in specs]
     least = 100.0 if require_coverage else fail_under
-    if format == "json":
+    if json:
         echo_json(as_data(suites, least))
     else:
         _print(suites, least)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from engine.cli.exits import USAGE, errors_exit, wrong_usage
-from engine.cli.options import Imports, Json, RunsFolder, only_looks
+from engine.cli.options import Imports, Json, RunsFolder, Score, only_looks
 from engine.terminal import echo_json
 
 if TYPE_CHECKING:
@@ -28,7 +28,6 @@ def show(
     episode: Annotated[
         str | None, typer.Argument(help="An episode: TASK/SAMPLE, or TASK if it has one sample.")
     ] = None,
-    out: RunsFolder = Path("runs"),
     filter: Annotated[
         str | None,
         typer.Option(
@@ -60,9 +59,8 @@ def show(
         int | None,
         typer.Option(min=1, metavar="N", help="With EPISODE: its Nth attempt, from 1."),
     ] = None,
-    score: Annotated[
-        str | None, typer.Option(metavar="LABEL", help="Use the rewards of this score of `engine rescore`.")
-    ] = None,
+    score: Score = None,
+    out: RunsFolder = Path("runs"),
     json: Json = False,
     imports: Imports = None,
 ) -> None:

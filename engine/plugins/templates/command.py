@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from engine.cli.options import Json
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -31,7 +33,7 @@ def template(
     write: str = typer.Option(
         None, "--write", metavar="FILE", help="Write the chat template, with its patches, to a new file."
     ),
-    as_json: bool = typer.Option(False, "--json", help="Print one JSON object, for programs."),
+    as_json: Json = False,
 ) -> None:
     """Show what is checked about a model's chat template: which reader parses replies, which turns continue the tape or
     begin a branch and where the two renderings part, which tokens are trained, and which patches there are.

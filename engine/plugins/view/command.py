@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from engine.cli.exits import USAGE, errors_exit, wrong_usage
-from engine.cli.options import Imports, RunsFolder, only_looks
+from engine.cli.options import Imports, Port, RunsFolder, only_looks
 from engine.terminal import echo
 
 if TYPE_CHECKING:
@@ -28,8 +28,6 @@ def view(
             "--out.",
         ),
     ] = None,
-    out: RunsFolder = Path("runs"),
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port of 127.0.0.1; 0: a free one.")] = 0,
     browser: Annotated[bool, typer.Option("--open", help="Open the address in the browser.")] = False,
     export: Annotated[
         Path | None, typer.Option(metavar="FILE.html", help="Write one file that needs no server, and end.")
@@ -45,6 +43,8 @@ def view(
             metavar="SIZE", help="With --export: maximum size of the file; episodes that do not fit are left out."
         ),
     ] = "50MB",
+    port: Port = 0,
+    out: RunsFolder = Path("runs"),
     imports: Imports = None,
 ) -> None:
     """Look at episodes in a browser: transcript, rewards and who moved them, tokens, branches, machine, timings.

@@ -331,7 +331,7 @@ def test_from_the_command_line_killed_and_taken_up_again(train_spec: Any, tmp_pa
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
     assert "Checkpoint:" in done.stdout
     model = checkpoints_of(folder)[-1] / "model"
-    words = ["eval", spec, "--model", model, "--limit", "2", "--format", "json", "--out", tmp_path / "evals"]
+    words = ["eval", spec, "--model", model, "--limit", "2", "--json", "--out", tmp_path / "evals"]
     measured = engine_apart(*words, modules=[HERE])
     assert measured.returncode == 0, measured.stderr
     assert json.loads(measured.stdout)["estimates"]["reward"]["tasks"] == 2

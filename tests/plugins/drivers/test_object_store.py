@@ -202,7 +202,7 @@ def test_commands_read_the_run_as_that_of_one_driver(story: Story, form: str, tm
     assert [row["episode_id"] for row in found[0]] == EPISODES
     assert found[0] == found[1]
 
-    compared = json.loads(story.store.engine("compare", story.one, name, "--format", "json").out)
+    compared = json.loads(story.store.engine("compare", story.one, name, "--json").out)
     assert (compared["tasks"], compared["only_first"], compared["only_second"]) == (TASKS, 0, 0)
     assert compared["verdicts"]["same"] == TASKS
     assert {each["difference"] for each in compared["differences"].values()} == {0.0}

@@ -48,7 +48,7 @@ def engine(*words: str | Path, cwd: Path, **environ: str) -> str:
 def test_an_evaluation_with_two_drivers_measures_what_one_measures(tmp_path: Path, tiny_tokenizer_dir: Path) -> None:
     spec = spec_of(tmp_path, tiny_tokenizer_dir)
     one, two = (
-        json.loads(engine("eval", spec, "--format", "json", "--set", f"rollout.drivers={count}", cwd=tmp_path))
+        json.loads(engine("eval", spec, "--json", "--set", f"rollout.drivers={count}", cwd=tmp_path))
         for count in (1, 2)
     )
     assert (tmp_path / two["run"] / "sharded.json").is_file()

@@ -231,7 +231,7 @@ def test_a_scenario_of_an_episode_passes(runs: Runs, form: str, tmp_path: Path) 
 
 @FORMS
 def test_compare_pairs_the_tasks(runs: Runs, form: str) -> None:
-    told = json.loads(engine(runs, "compare", runs.one, runs.forms[form], "--format", "json"))
+    told = json.loads(engine(runs, "compare", runs.one, runs.forms[form], "--json"))
     assert (told["tasks"], told["only_first"], told["only_second"]) == (len(tasks_in(form)), 4 - len(tasks_in(form)), 0)
     assert told["verdicts"]["same"] == told["tasks"]
     assert {each["difference"] for each in told["differences"].values()} == {0.0}

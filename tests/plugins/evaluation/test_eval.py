@@ -59,7 +59,7 @@ def runs() -> list[Path]:
 
 
 def test_an_evaluation_measures_and_trains_nothing(spec: Path) -> None:
-    result = call(evaluate, spec, "--format", "json")
+    result = call(evaluate, spec, "--json")
     assert result.exit_code == 0, result.stderr
     told = json.loads(result.stdout)
     (folder,) = runs()
@@ -101,7 +101,7 @@ def test_two_runs_are_held_against_each_other(spec: Path) -> None:
     assert call(evaluate, spec, "-q").exit_code == 0
     assert call(evaluate, spec, "-q", "--set", "backend.replies=[It is 42.]", "--limit", "2").exit_code == 0
     first, second = sorted(runs(), key=lambda folder: RunStore.open(folder, readonly=True).header.created)
-    told = json.loads(command("compare", first, second, "--format", "json").stdout)
+    told = json.loads(command("compare", first, second, "--json").stdout)
     assert (told["first"], told["second"]) == (first.name, second.name)
     assert (told["tasks"], told["only_first"], told["only_second"], told["masked"]) == (2, 1, 0, [0, 0])
     assert told["differences"]["turns"] == {"first": 2.0, "second": 1.0, "difference": -1.0, "low": None, "high": None}

@@ -140,7 +140,7 @@ def test_an_adapter_is_evaluated_as_the_whole_model_that_it_makes(
     save_adapter(tiny_model_dir, tmp_path / "adapter")
     told = []
     for words in ([], ["--model", tmp_path / "adapter"]):
-        result = call(evaluate, spec, "--format", "json", *words)
+        result = call(evaluate, spec, "--json", *words)
         assert result.exit_code == 0, result.output
         told.append(json.loads(result.stdout))
     assert set(told[0]["estimates"]) >= {"success", "reward", "turns", "tokens", "pass@1", "pass@2", "pass@4"}
@@ -151,7 +151,7 @@ def test_an_adapter_is_evaluated_as_the_whole_model_that_it_makes(
                 [message.text for message in next(store.trajectories()).messages if message.role == "assistant"]
             )
     assert said[0] != said[1]  # greedy: other weights
-    for words in installed([["compare", told[0]["run"], told[1]["run"], "--format", "json"]]):
+    for words in installed([["compare", told[0]["run"], told[1]["run"], "--json"]]):
         held = json.loads(CliRunner().invoke(main, words).stdout)
         assert (held["tasks"], held["masked"]) == (2, [0, 0])
 
@@ -159,10 +159,10 @@ def test_an_adapter_is_evaluated_as_the_whole_model_that_it_makes(
 @needs_command("compare")
 def test_of_two_trainings_the_newest_evaluations_are_compared(spec: Path, tmp_path: Path) -> None:
     for training, name in (("a", "step-000000"), ("a", "step-000010"), ("b", "step-000010")):
-        folder = json.loads(call(evaluate, spec, "--format", "json", "--limit", "1").stdout)["run"]
+        folder = json.loads(call(evaluate, spec, "--json", "--limit", "1").stdout)["run"]
         (tmp_path / training / "evals").mkdir(parents=True, exist_ok=True)
         shutil.move(folder, tmp_path / training / "evals" / name)
-    result = CliRunner().invoke(main, ["compare", "a", "b", "--format", "json"])
+    result = CliRunner().invoke(main, ["compare", "a", "b", "--json"])
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["differences"]["pass@4"]["difference"] == 0.0
 

@@ -59,7 +59,7 @@ def test_a_game_has_no_findings_and_its_scenarios_cover_it(name: str, tiny_token
         "limits.turn_tokens": 400,
     }
     settings = [part for key, value in roomy.items() for part in ("--set", f"{key}={value}")]
-    result = CliRunner().invoke(app, ["test", str(path), "--require-coverage", "--format", "json", *settings])
+    result = CliRunner().invoke(app, ["test", str(path), "--require-coverage", "--json", *settings])
     (spec,) = json.loads(result.output)["specs"]
     assert [one for one in spec["results"] if not one["passed"]] == []
     assert (result.exit_code, spec["coverage"]["percent"]) == (0, 100.0)

@@ -80,7 +80,7 @@ def test_transitions_that_no_scenario_takes_are_listed_and_may_be_required(folde
 
 def test_json_says_it_all(folder: Path) -> None:
     write(folder, YES, NO)
-    status, output = run(folder, "--format", "json", "--require-coverage")
+    status, output = run(folder, "--json", "--require-coverage")
     told = json.loads(output)
     (spec,) = told["specs"]
     assert (status, told["status"]) == (1, 1)
@@ -130,7 +130,7 @@ def test_nothing_is_left_behind(folder: Path, monkeypatch: pytest.MonkeyPatch, t
 def test_the_specs_that_talk_are_covered_with_any_tokenizer(name: str, tiny_tokenizer_dir: Path) -> None:
     roomy = {"model.path": tiny_tokenizer_dir, "limits.episode_tokens": 4000, "limits.turn_tokens": 64}
     settings = [part for key, value in roomy.items() for part in ("--set", f"{key}={value}")]
-    status, output = run(SPECS / f"{name}.yaml", "--require-coverage", "--format", "json", *settings)
+    status, output = run(SPECS / f"{name}.yaml", "--require-coverage", "--json", *settings)
     (spec,) = json.loads(output)["specs"]
     assert [one for one in spec["results"] if not one["passed"]] == []
     assert len(spec["results"]) >= 14
