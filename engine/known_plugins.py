@@ -29,7 +29,11 @@ KNOWN: dict[str, dict[str, tuple[str, ...]]] = {
         "install": ("pip install --force-reinstall --no-deps episode-engine",),
         "findings_formats": ("sarif", "github"),
     },
-    "compare": {"install": ("pip install --force-reinstall --no-deps episode-engine",), "commands": ("compare",)},
+    "compare": {
+        "install": ("pip install --force-reinstall --no-deps episode-engine",),
+        "commands": ("compare",),
+        "old_options": ("compare --format",),
+    },
     "condense": {
         "install": ("pip install --force-reinstall --no-deps episode-engine",),
         "sections": ("condense", "limits.on_overflow", "limits.condensations"),
@@ -76,6 +80,7 @@ KNOWN: dict[str, dict[str, tuple[str, ...]]] = {
         "install": ("pip install --force-reinstall --no-deps episode-engine",),
         "sections": ("train.eval",),
         "commands": ("eval",),
+        "old_options": ("eval --format",),
     },
     "harbor": {
         "install": ("pip install --force-reinstall --no-deps episode-engine",),
@@ -130,6 +135,7 @@ KNOWN: dict[str, dict[str, tuple[str, ...]]] = {
         "install": ("pip install --force-reinstall --no-deps episode-engine",),
         "commands": ("test",),
         "schemas": ("scenarios",),
+        "old_options": ("test --format",),
     },
     "schema": {"install": ("pip install --force-reinstall --no-deps episode-engine",), "commands": ("schema",)},
     "serve": {"install": ("pip install --force-reinstall --no-deps episode-engine",), "commands": ("serve",)},
