@@ -11,6 +11,12 @@ from engine.schemas.base import Contract, Seconds
 from engine.schemas.sections import NameOf
 
 
+ANY = "*"
+"""The source of a transition that applies in every state that is not final."""
+SAME = "="
+"""The destination of a reflexive transition: its source."""
+
+
 class StateSpec(Contract):
     """A state and its action."""
 
@@ -35,18 +41,37 @@ class TransitionSpec(Contract):
     source: str | list[str]
     """The state, or several; `"*"` is every state that is not final."""
     dest: str
-    conditions: str | None = None
-    """A CEL expression. Without one, the transition is always taken."""
+    """The state that comes next; `=` is the source itself, whose action is then performed again."""
+    conditions: str | list[str] | None = None
+    """A CEL expression, or several that must all hold. Without `conditions` and `unless`, the transition is always
+    taken."""
+    unless: str | list[str] | None = None
+    """A CEL expression, or several of which none may hold."""
 
     @property
     def triggers(self) -> list[str]:
         """The events, as a list."""
-        return [self.trigger] if isinstance(self.trigger, str) else list(self.trigger)
+        return listed(self.trigger)
 
     @property
     def sources(self) -> list[str]:
         """The states, as a list."""
-        return [self.source] if isinstance(self.source, str) else list(self.source)
+        return listed(self.source)
+
+    @property
+    def guard(self) -> str | None:
+        """`conditions` and `unless` as one CEL expression; None: the transition is always taken."""
+        conditions, unless = listed(self.conditions), listed(self.unless)
+        if len(conditions) == 1 and not unless:
+            return conditions[0]
+        parts = [f"({text}\n)" if "//" in text else f"({text})" for text in (*conditions, *unless)]
+        signs = [""] * len(conditions) + ["!"] * len(unless)
+        return " && ".join(map("".join, zip(signs, parts, strict=True))) or None
+
+
+def listed(value: str | list[str] | None) -> list[str]:
+    """One text, several or none, as a list."""
+    return [] if value is None else [value] if isinstance(value, str) else list(value)
 
 
 CORE_PRESETS = ("single_turn", "tools", "tools_and_user", "retry_with_feedback", "step", "tools_and_step")

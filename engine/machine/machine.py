@@ -18,12 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 from engine.errors import EngineError, GuardError, SpecError
 from engine.machine.guards import Guard
-from engine.machine.preset import ANY
 from engine.machine.presets import PRESETS
 from engine.plugin import load
 from engine.schemas.base import Struct
 from engine.schemas.limits import ALWAYS
-from engine.schemas.machine import MachineSpec, StateSpec, TransitionSpec
+from engine.schemas.machine import ANY, SAME, MachineSpec, StateSpec, TransitionSpec
 from engine.schemas.sections import written_actions
 from engine.spec.text.diagnostic import DataPath, Diagnostic
 
@@ -42,7 +41,7 @@ class ResolvedTransition(Struct, frozen=True, kw_only=True):
     source: str
     dest: str
     conditions: str | None = None
-    """One CEL expression; None: always."""
+    """`conditions` and `unless` as one CEL expression; None: always."""
     index: int | None = None
     """Index in the spec's `machine.transitions`; None if it comes from the preset."""
     wildcard: bool = False
@@ -208,13 +207,19 @@ def resolve_machine(machine: MachineSpec) -> ResolvedMachine:
 def _spell_out(spec: TransitionSpec, standing: list[str], index: int | None) -> list[ResolvedTransition]:
     """One transition for each source and trigger, each named once."""
     pairs: dict[tuple[str, str], bool] = {}
+    guard = spec.guard
     for written in spec.sources:
         for source in standing if written == ANY else [written]:
             for trigger in spec.triggers:
                 pairs.setdefault((source, trigger), written == ANY)
     return [
         ResolvedTransition(
-            trigger=trigger, source=source, dest=spec.dest, conditions=spec.conditions, index=index, wildcard=wildcard
+            trigger=trigger,
+            source=source,
+            dest=source if spec.dest == SAME else spec.dest,
+            conditions=guard,
+            index=index,
+            wildcard=wildcard,
         )
         for (source, trigger), wildcard in pairs.items()
     ]

@@ -4,10 +4,8 @@ add to it."""
 from __future__ import annotations
 
 from engine.schemas.base import Struct
-from engine.schemas.machine import MachineSpec, StateSpec, TransitionSpec
+from engine.schemas.machine import ANY, MachineSpec, StateSpec, TransitionSpec
 
-ANY = "*"
-"""The source of a transition that applies in every state that is not final."""
 PENDING = {"PENDING": StateSpec(action="reset")}
 GENERATING = {"GENERATING": StateSpec(action="generate")}
 DONE = {"DONE": StateSpec(action="score", final=True)}

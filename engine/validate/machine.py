@@ -11,7 +11,7 @@ from engine.actions.facts import ACTIONS
 from engine.machine.machine import ResolvedTransition
 from engine.schemas.limits import ALWAYS as ALWAYS_EVENTS
 from engine.schemas.limits import FAILED, LIMIT
-from engine.schemas.machine import TransitionSpec
+from engine.schemas.machine import ANY, SAME, TransitionSpec
 from engine.spec.text.diagnostic import DataPath
 from engine.spec.text.near import listed
 from engine.validate.context import CheckContext, nearest
@@ -20,8 +20,6 @@ from engine.validate.logic import ALWAYS, MAX_CASES, Formula, implies, overlap
 from engine.validate.machine_context import MAX_TRANSITIONS, Cycle
 from engine.validate.registry import Finding, rule
 from engine.validate.work import WorkLimitError
-
-ANY = "*"
 
 
 def _written(ctx: CheckContext) -> Iterator[tuple[DataPath, TransitionSpec]]:
@@ -71,7 +69,7 @@ def unknown_state(ctx: CheckContext) -> Iterator[Finding]:
             if source != ANY and source not in ctx.states:
                 where = _member(path, "source", item.source, index)
                 yield Finding(f"there is no state `{source}`", where, nearest(source, ctx.states))
-        if item.dest not in ctx.states:
+        if item.dest not in (SAME, *ctx.states):
             yield Finding(f"there is no state `{item.dest}`", (*path, "dest"), nearest(item.dest, ctx.states))
 
 
@@ -145,11 +143,11 @@ def unhandled_event(ctx: CheckContext) -> Iterator[Finding]:
     """Every event of a state's action needs a transition, and where there are several final states, `limit` and
     `failed` too. One finding for each state; events that several states lack are one finding."""
     handled = {(edge.source, edge.trigger) for edge in ctx.machine.transitions}
+    ends = [name for name in ctx.states if ctx.states[name].final or _silent(ctx, name)]
+    always = ALWAYS_EVENTS if len(ends) != 1 or ctx.states[ends[0]].final else ()  # they lead there once it is final
     missing = {
         name: tuple(
-            event
-            for event in (*(ctx.events_of(ctx.states[name]) or ()), *ALWAYS_EVENTS)
-            if (name, event) not in handled
+            event for event in (*(ctx.events_of(ctx.states[name]) or ()), *always) if (name, event) not in handled
         )
         for name in ctx.working
         if ctx.states[name].action is not None and not _silent(ctx, name)
@@ -159,15 +157,19 @@ def unhandled_event(ctx: CheckContext) -> Iterator[Finding]:
         states = [name for name, events in missing.items() if any(event in cut_short for event in events)]
         verb = "leads" if len(cut_short) == 1 else "lead"
         message = f"{_quoted(cut_short)} may happen in {listed(states)}, and {verb} nowhere"
-        fix = f'add `{{trigger: {_listed(cut_short)}, source: "*", dest: {_only_final(ctx)}}}` as the last transition'
+        dest = ends[0] if len(ends) == 1 else "…"
+        fix = f'add `{{trigger: {_listed(cut_short)}, source: "*", dest: {dest}}}` as the last transition'
         yield Finding(message, ("machine", "transitions"), fix, key=True)
+    alike: dict[tuple[str | None, ...], list[str]] = {}
     for name, events in missing.items():
         own = [event for event in events if event not in cut_short]
         if own:
-            verb = "leads" if len(own) == 1 else "lead"
-            message = f"`{name}` ({ctx.states[name].action}) may end with {_quoted(own)}, which {verb} nowhere"
-            fix = f"add `{{trigger: {_listed(own)}, source: {name}, dest: …}}`"
-            yield Finding(message, ctx.state_path(name), fix, key=True)
+            alike.setdefault((ctx.states[name].action, *own), []).append(name)
+    for (action, *own), names in alike.items():
+        verb = "leads" if len(own) == 1 else "lead"
+        message = f"{_quoted(names)} ({action}) may end with {_quoted(own)}, which {verb} nowhere"
+        fix = f"add `{{trigger: {_listed(own)}, source: {_listed(names)}, dest: …}}`"
+        yield Finding(message, ctx.state_path(names[0]), fix, key=True)
 
 
 _CUT_SHORT = (*ALWAYS_EVENTS, "aborted", "truncated", "malformed")
@@ -178,13 +180,8 @@ def _quoted(names: Sequence[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)
 
 
-def _listed(events: Sequence[str]) -> str:
-    return events[0] if len(events) == 1 else f"[{', '.join(events)}]"
-
-
-def _only_final(ctx: CheckContext) -> str:
-    final = [name for name, state in ctx.states.items() if state.final]
-    return final[0] if len(final) == 1 else "…"
+def _listed(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"[{', '.join(names)}]"
 
 
 @rule("machine.no-default", "error", "every transition of a (state, event) has a condition")
@@ -225,7 +222,8 @@ def done_unreachable(ctx: CheckContext) -> Iterator[Finding]:
     """An episode that comes there could never end."""
     final = [name for name, state in ctx.states.items() if state.final]
     if not final:
-        yield Finding("the machine has no final state", ("machine",), "mark one with `final: true`", key=True)
+        if not any(_silent(ctx, name) for name in ctx.working):  # otherwise `machine.final-action` says which
+            yield Finding("the machine has no final state", ("machine",), "mark one with `final: true`", key=True)
         return
     for name in ctx.working:
         if name in ctx.reachable and name not in ctx.ending:
@@ -255,7 +253,8 @@ def _where(ctx: CheckContext, cycle: Cycle) -> DataPath:
         ctx.work.spend(len(cycle.steps))
         for position, (state, event) in enumerate(cycle.steps):
             dest = cycle.steps[(position + 1) % len(cycle.steps)][0]
-            if item.dest == dest and event in item.triggers and (state in item.sources or "*" in item.sources):
+            leads = item.dest in (dest, SAME if state == dest else dest)
+            if leads and event in item.triggers and (state in item.sources or ANY in item.sources):
                 return _path(index)
     for name in cycle.bounds:
         if ctx.written("limits", name):
@@ -463,9 +462,10 @@ def final_exits(ctx: CheckContext) -> Iterator[Finding]:
 
 _CORRECTED = {
     "conditions": "remove the transition, or correct the condition",
+    "unless": "remove the transition, or correct its `unless`",
     "when": "remove the rule, or correct its `when`",
 }
-"""What to do about a guard that never holds."""
+"""What to do about a guard by which a transition or rule is never taken."""
 
 
 @rule("guard.constant", "warning", "a condition always has the same result")
@@ -474,16 +474,16 @@ def constant_guard(ctx: CheckContext) -> Iterator[Finding]:
     asked: dict[DataPath, list[tuple[str, str | None]]] = {}
     for edge in ctx.live:
         if edge.index is not None:
-            asked.setdefault((*_path(edge.index), "conditions"), []).append((edge.source, edge.trigger))
+            asked.setdefault(_path(edge.index), []).append((edge.source, edge.trigger))
     for index, reassign in enumerate(ctx.spec.rewards.reassign):
-        asked["rewards", "reassign", index, "when"] = [(reassign.at, None)]
+        asked["rewards", "reassign", index] = [(reassign.at, None)]
     for path, expression in expressions(ctx):
         if path == STATE_KEY:
             continue
-        truth = _truth(ctx, expression, asked.get(path, []))
+        truth = _truth(ctx, expression, asked.get(path[:3], []))
         if truth is not None:
-            key = str(path[-1])
-            fix = f"leave `{key}` out" if truth else _CORRECTED[key]
+            key = str(path[3])
+            fix = f"leave `{key}` out" if truth != (key == "unless") else _CORRECTED[key]
             shown, how = " ".join(expression.split()), "always" if truth else "never"
             message = f"`{shown}` {how} holds here, within the spec's limits"
             yield Finding(message, path, fix)

@@ -10,10 +10,9 @@ from typing import NamedTuple
 from engine.actions.facts import ACTIONS
 from engine.limits import COUNTERS, EPISODE_SECONDS, limit_values, limits_of
 from engine.machine.machine import ResolvedMachine, ResolvedTransition, resolved_machine
-from engine.machine.preset import ANY
 from engine.machine.presets import PRESETS
 from engine.schemas.limits import ALWAYS, OVERFLOW, UNBOUNDED, LimitsSpec
-from engine.schemas.machine import StateSpec
+from engine.schemas.machine import ANY, StateSpec
 from engine.spec.text.diagnostic import DataPath
 from engine.validate.code.code_context import CodeContext
 from engine.validate.explore import Chart, Edge, Graph, Place, WalkStep, explore

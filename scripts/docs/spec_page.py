@@ -288,6 +288,26 @@ def _default(info: FieldInfo) -> str:
     return f"`{json.dumps(value, ensure_ascii=False)}`"
 
 
+TRANSITIONS = """
+## Transitions
+
+The words of a machine are those of the library [transitions](https://github.com/pytransitions/transitions):
+
+| in the library | here |
+|---|---|
+| `trigger`, `source`, `dest`, `"*"` | the same; `trigger` may be a list too |
+| `conditions`, `unless` | the same, one or a list, in CEL in place of methods: they are checked before a run, and have the same result in a replay. Code gives what it knows as a fact, which they read |
+| `dest: "="` (reflexive) | the same: the state's action is performed again |
+| `dest: null` (internal) | no: events come from a state's action alone, so an episode that stays without performing it would wait for ever. Write `=` |
+| `on_enter`, `on_exit`, `before`, `after` | no: `action` is what happens when a state is entered, and `rewards.reassign` with `at` what follows it. Both are in the journal; a callback would be repeated when an episode is resumed |
+| nested states | no: the journal, metrics, checks and pictures name one state at a time. What several states share is written once, with a list or `"*"` as `source` |
+
+    transitions:
+      - {trigger: answered, source: GENERATING, dest: AWAITING_USER_FEEDBACK, conditions: ["turns.user < 3"], unless: [last.malformed, facts.done]}
+      - {trigger: [answered, malformed], source: GENERATING, dest: "="}
+"""
+
+
 def _actions() -> str:
     lines = [
         "## Actions",
@@ -305,7 +325,7 @@ def _actions() -> str:
         "",
         f"In every state that is not final, {always} may also occur: a limit was reached, or the action failed.",
     ]
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines) + "\n" + TRANSITIONS
 
 
 def _events(events: tuple[str, ...] | None) -> str:

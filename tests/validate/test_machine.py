@@ -114,6 +114,52 @@ def test_events_that_cut_an_episode_short_are_one_finding_with_the_line_to_write
     ]
 
 
+UNLESS = """\
+machine:
+  preset: retry_with_feedback
+  transitions:
+    - {trigger: answered, source: GENERATING, dest: "=", conditions: [turns.usr < 3, turns.user], unless: [last.txt == ""]}
+    - {trigger: malformed, source: GENERATING, dest: DONE, unless: turns.user > 100}
+    - {trigger: [malformed, answered], source: GENERATING, dest: "="}
+user: {use: "textwrap:indent"}
+limits: {assistant_turns: null}
+"""
+
+
+def test_each_of_several_conditions_is_marked_where_it_stands() -> None:
+    assert [line for line in found(UNLESS) if "[code." not in line] == [
+        "9:7: warning[machine.cycle-by-time] `GENERATING` -answered-> `GENERATING` can loop until "
+        "`limits.episode_seconds`: no count limit bounds it; set `limits.assistant_turns`",
+        "9:77: error[guard.unknown-name] `turns` has no field `usr`; did you mean `user`?",
+        "9:86: error[guard.not-boolean] a guard must be true or false; this is an int; compare it",
+        "9:113: error[guard.unknown-name] `last` has no field `txt`; did you mean `text`?",
+        "10:68: warning[guard.constant] `turns.user > 100` never holds here, within the spec's limits; leave `unless` out",
+    ]
+
+
+TWO_FAULTS = """\
+machine:
+  initial: A
+  states:
+    A: {action: generate}
+    B: {action: generate}
+    Z: {action: score}
+  transitions:
+    - {trigger: answered, source: A, dest: B}
+    - {trigger: answered, source: B, dest: Z}
+    - {trigger: [truncated, malformed, aborted], source: "*", dest: Z}
+"""
+
+
+def test_what_follows_from_another_fault_is_not_a_finding() -> None:
+    assert found(TWO_FAULTS) == [
+        "9:5: error[machine.unhandled-event] `A`, `B` (generate) may end with `tool_calls`, which leads nowhere; add "
+        "`{trigger: tool_calls, source: [A, B], dest: …}`",
+        "11:5: error[machine.final-action] `score` emits no event, so the episode would stay in `Z`: it is done in a final "
+        "state; write `Z: {action: score, final: true}`",
+    ]
+
+
 def test_a_score_in_a_state_that_is_not_final_is_one_finding() -> None:
     lines = OWN.replace("Z: {final: true}", "JUDGING: {action: score}\n    Z: {final: true}")
     lines = lines.replace("aborted], source: A, dest: Z}", "aborted], source: A, dest: JUDGING}")

@@ -304,7 +304,6 @@ WORDS: dict[str, dict[str, str]] = {
         "transitions": "Where events lead, in the order in which they are tried. Where none says otherwise, "
         "`limit` and `failed` lead to the final state, if there is one alone.",
     },
-    "TransitionSpec": {"dest": "The state that comes next."},
     "TasksSpec": {
         "source": "`inline` rows, a `jsonl`, `csv` or `parquet` file, a data set on the `hub`, a `python` function, or "
         "a `mix` of several sources."
@@ -371,6 +370,7 @@ EXAMPLES: dict[str, dict[str, list[Any]]] = {
         "trigger": ["answered", ["limit", "failed"]],
         "source": ["GENERATING", "*"],
         "conditions": ["turns.user < limits.user_turns", "feedback.solved && turns.user > 1"],
+        "unless": [["last.malformed", "facts.done"]],
     },
     "StateSpec": {"action": list(ACTIONS)},
     "ReassignRule": {

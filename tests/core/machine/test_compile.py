@@ -77,6 +77,40 @@ def one_guard(conditions: str) -> Machine:
     )
 
 
+def test_all_conditions_hold_and_none_of_unless() -> None:
+    written = TransitionSpec(
+        trigger="go",
+        source=["A", "B"],
+        dest="=",
+        conditions=["turns.user > 1 || turns.user < 0", "turns.user < 9 // before the ninth"],
+        unless=["turns.user == 5", "turns.user == 6"],
+    )
+    assert written.guard == (
+        "(turns.user > 1 || turns.user < 0) && (turns.user < 9 // before the ninth\n) && "
+        "!(turns.user == 5) && !(turns.user == 6)"
+    )
+    machine = Machine(
+        resolve_machine(
+            MachineSpec(
+                initial="A",
+                states={
+                    "A": StateSpec(action="generate"),
+                    "B": StateSpec(action="generate"),
+                    "Z": StateSpec(final=True),
+                },
+                transitions=[
+                    written,
+                    TransitionSpec(trigger="go", source="A", dest="Z", unless="turns.user > 7"),
+                    TransitionSpec(trigger="go", source="*", dest="B", conditions=[], unless=[]),
+                ],
+            )
+        )
+    )
+    leads = {state: "".join(machine.next(state, "go", user_turns(turn)) for turn in range(10)) for state in "AB"}
+    assert leads == {"A": "ZZAAAZZAAB", "B": "BBBBBBBBBB"}
+    assert machine.settled.get(("A", "go")) is None
+
+
 def test_where_no_condition_holds_the_advice_is_an_unguarded_last_one() -> None:
     with pytest.raises(UnhandledEvent) as caught:
         one_guard("turns.user > 5").next("A", "go", user_turns(0))
