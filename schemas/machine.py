@@ -10,7 +10,6 @@ from pydantic import Field, model_validator
 from engine.schemas.base import Contract, Seconds
 from engine.schemas.sections import NameOf
 
-
 ANY = "*"
 """The source of a transition that applies in every state that is not final."""
 SAME = "="

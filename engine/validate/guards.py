@@ -1,5 +1,5 @@
-"""Rules about guards (`conditions` and `unless` of transitions, `when` of reward rules, `state_key` of credit) and about the names
-that they read: facts, and fields of the task, are known only in part."""
+"""Rules about guards (`conditions` and `unless` of transitions, `when` of reward rules, `state_key` of credit) and about
+the names that they read: facts, and fields of the task, are known only in part."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ READING = """\
 GUARDS = """\
 ## Guards
 
-`conditions` of transitions and `when` of reward rules are expressions in CEL (the Common Expression Language) that
+`conditions` and `unless` of transitions and `when` of reward rules are expressions in CEL (the Common Expression Language) that
 are true or false: `turns.user < limits.user_turns && !last.malformed`. They have booleans, integers of 64 bits, doubles,
 strings, lists and maps with strings as keys; the operators of CEL; `has(a.b)`, `type(x)`, `size`, `contains`, `startsWith`,
 `endsWith`, `matches` (RE2), `int`, `double`, `string`; and the macros `all`, `exists`, `exists_one`, `filter` and `map`.
