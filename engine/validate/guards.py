@@ -1,5 +1,5 @@
-"""Rules about guards (`conditions` and `unless` of transitions, `when` of reward rules, `state_key` of credit) and about
-the names that they read: facts, and fields of the task, are known only in part."""
+"""Rules about guards (`conditions` and `unless` of transitions, `when` of reward rules, `state_key` of credit) and the
+names that they read: facts, and fields of the task, are known only in part."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from engine.machine.guards import MAX_CHARACTERS, guard_problems
 from engine.machine.inference import Kind
 from engine.machine.variables import VARIABLES
 from engine.rewards.state_key import is_fact_name
-from engine.schemas.machine import listed
 from engine.spec.text.diagnostic import DataPath
 from engine.spec.text.near import nearest_name
 from engine.validate.code.written_names import ANY_NAME, code_names
@@ -26,10 +25,12 @@ STATE_KEY: DataPath = ("rewards", "credit", "state_key")
 def expressions(ctx: CheckContext) -> Iterator[tuple[DataPath, str]]:
     """Yield the position and the text of every expression that the spec itself contains."""
     for index, item in enumerate(ctx.spec.machine.transitions):
-        for key, value in (("conditions", item.conditions), ("unless", item.unless)):
-            for position, text in enumerate(listed(value)):
-                path: DataPath = ("machine", "transitions", index, key)
-                yield path if isinstance(value, str) else (*path, position), text
+        for word, value in (("conditions", item.conditions), ("unless", item.unless)):
+            path: DataPath = ("machine", "transitions", index, word)
+            if isinstance(value, list):
+                yield from (((*path, position), text) for position, text in enumerate(value))
+            elif value is not None:
+                yield path, value
     for index, reassign in enumerate(ctx.spec.rewards.reassign):
         if reassign.when is not None:
             yield ("rewards", "reassign", index, "when"), reassign.when

@@ -160,15 +160,15 @@ def unhandled_event(ctx: CheckContext) -> Iterator[Finding]:
         dest = ends[0] if len(ends) == 1 else "…"
         fix = f'add `{{trigger: {_listed(cut_short)}, source: "*", dest: {dest}}}` as the last transition'
         yield Finding(message, ("machine", "transitions"), fix, key=True)
-    alike: dict[tuple[str | None, ...], list[str]] = {}
+    alike: dict[tuple[str | None, tuple[str, ...]], list[str]] = {}
     for name, events in missing.items():
-        own = [event for event in events if event not in cut_short]
-        if own:
-            alike.setdefault((ctx.states[name].action, *own), []).append(name)
-    for (action, *own), names in alike.items():
-        verb = "leads" if len(own) == 1 else "lead"
-        message = f"{_quoted(names)} ({action}) may end with {_quoted(own)}, which {verb} nowhere"
-        fix = f"add `{{trigger: {_listed(own)}, source: {_listed(names)}, dest: …}}`"
+        rest = tuple(event for event in events if event not in cut_short)
+        if rest:
+            alike.setdefault((ctx.states[name].action, rest), []).append(name)
+    for (action, rest), names in alike.items():
+        verb = "leads" if len(rest) == 1 else "lead"
+        message = f"{_quoted(names)} ({action}) may end with {_quoted(rest)}, which {verb} nowhere"
+        fix = f"add `{{trigger: {_listed(rest)}, source: {_listed(names)}, dest: …}}`"
         yield Finding(message, ctx.state_path(names[0]), fix, key=True)
 
 
