@@ -9,6 +9,7 @@ Every parameter is a text, as it stands in an address.
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, combinations, islice
@@ -26,6 +27,8 @@ from engine.plugins.compare.run_comparison import compare_runs
 from engine.plugins.show.listing.episode import common_start, episode_document
 from engine.plugins.show.listing.tokens import sampled_columns, texts_of, token_columns
 from engine.plugins.show.listing.training import Training
+from engine.plugins.view.metric_table import explained
+from engine.plugins.view.training_notes import banners, status_of
 from engine.store.rows.export import training_rows
 from engine.store.rows.row import columns_of
 from engine.store.shown_messages import reply_numbers
@@ -137,7 +140,7 @@ class Documents:
         return found.plain() | {"first": first, "second": second, "counts": found.counts}
 
     def training(self, training: str) -> Document:
-        """Return the metrics of a training by step, and its evaluations.
+        """Return the metrics of a training by step and what they mean, its warnings, and its evaluations.
 
         Raises:
             StoreError: There is no such training in this list.
@@ -146,10 +149,15 @@ class Documents:
         if folder is None:
             raise StoreError(f"there is no training `{training}` in this list")
         shown = Training(folder)
+        curves = shown.curves()
         return {
             "training": training,
+            "status": status_of(shown),
+            "planned": shown.planned,
+            "banners": banners(shown, time.time()),
             "steps": [line["step"] for line in shown.lines],
-            "metrics": shown.curves(),
+            "metrics": curves,
+            "explained": {name: explained(name) for name in curves},
             "evaluations": [evaluation.plain() for evaluation in shown.evaluations()],
         }
 

@@ -16,7 +16,6 @@ import pytest
 from browser_kit import ENGINE, Visitor, aside, chromium, environment, served
 from desk import make_runs
 from journals import write_entries, write_result
-from listing_kit import make_training
 from store_kit import make_entry, make_header, make_task, make_trajectory
 
 from engine.schemas.journal import FailureRecord, JournalEntry, ScoreRecord, ToolsRecord
@@ -290,21 +289,6 @@ def test_the_rows_of_the_list_are_downloaded(browser: Any, app: str, runs: tuple
         visitor.click('a:has-text("Download the training rows")')
     rows = [json.loads(line) for line in Path(saved.value.path()).read_text().splitlines()]
     assert [row["episode_id"] for row in rows] == ["desk-0/3", "desk-1/3", "desk-2/3"]
-
-
-def test_a_training_shows_curves_whose_steps_lead_to_their_episodes(browser: Any, tmp_path: Path) -> None:
-    training = aside(asyncio.run, make_training(tmp_path / "runs"))
-    with served(training, cwd=tmp_path) as address:
-        visitor = Visitor(browser, address)
-        visitor.click('nav a:text-is("Training")')
-        visitor.page.locator(".plot svg.main-svg").first.wait_for()
-        assert visitor.page.locator(".plot path.point").count() > 2
-        steps = 'table:has(caption:text-is("Steps"))'
-        visitor.sees(f"{steps} tbody tr > :first-child", "step 1", "step 2")
-        visitor.click(f'{steps} tr:has-text("step 2") a:has-text("episodes")')
-        visitor.page.locator("table.episodes").wait_for()
-        visitor.sees("a.row-link", "t3/0", "t3/1", "t4/0", "t4/1")
-        assert visitor.problems == []
 
 
 def test_no_file_of_a_spec_is_imported(runs: tuple[Path, Path], tmp_path: Path) -> None:
