@@ -119,3 +119,32 @@ def test_controls_answer_to_their_own_keys(app: Any) -> None:
     visitor.page.locator('a[aria-label="Sort by reward, now ascending"]').wait_for()
     assert visitor.problems == []
     visitor.page.context.close()
+
+
+def test_the_keyboard_keeps_its_place_where_a_panel_is_drawn_anew(app: Any, places: Any) -> None:
+    visitor = Visitor(*app)
+    run = places[0][0].name
+    visitor.open("episode", run=run, id="desk-0/0", tab="machine")
+    visitor.page.locator('button:text-is("step →")').focus()
+    for number in (1, 2):
+        visitor.press("Enter")
+        visitor.page.locator(f'.stepper:has-text("step {number} of")').wait_for()
+        assert visitor.page.evaluate("document.activeElement.textContent") == "step →"
+    visitor.page.locator("#tab-machine").focus()
+    visitor.press("ArrowLeft")
+    visitor.page.locator("#tab-branches[aria-selected=true]").wait_for()
+    visitor.page.wait_for_function("() => document.activeElement.id === 'tab-branches'")
+    assert visitor.problems == []
+    visitor.page.context.close()
+
+
+def test_the_picture_of_the_machine_fits_its_frame(app: Any, places: Any) -> None:
+    for width in (1360, 390):
+        visitor = Visitor(*app, viewport={"width": width, "height": 700})
+        visitor.open("episode", run=places[0][0].name, id="desk-0/0", tab="machine")
+        visitor.page.locator(".machine svg").wait_for()
+        over = "each => [each.scrollWidth - each.clientWidth, each.scrollHeight - each.clientHeight]"
+        assert visitor.page.locator(".machine").evaluate(over) == [0, 0]
+        visitor.click('button:text-is("full size")')
+        assert max(visitor.page.locator(".machine").evaluate(over)) > 0, "it is larger than its frame"
+        visitor.page.context.close()

@@ -237,6 +237,41 @@ def test_a_permalink_opens_the_episode_at_its_turn(browser: Any, app: str, runs:
     visitor.page.locator("ol.seen").wait_for()
 
 
+def test_the_head_of_a_failed_episode_says_so_and_has_no_green_number(
+    browser: Any, app: str, runs: tuple[Path, Path]
+) -> None:
+    visitor = Visitor(browser, app)
+    green = ".episode-head .good, .cell.head .good"
+    visitor.open("episode", run=runs[0].name, id="desk-0/3")
+    head = visitor.text(".episode-head")
+    assert "failed: user_error (user)" in head
+    assert "not trainable" in head
+    assert "+0.200" in head
+    visitor.sees(green, 0)
+    visitor.sees('.episode-head button:has-text("First trained token")', 0)
+    visitor.open("group", run=runs[0].name, task="desk-0", samples="3")
+    assert "+0.200" in visitor.text(".cell.head")
+    visitor.sees(green, 0)
+    assert visitor.problems == []
+
+
+def test_a_key_leads_to_the_first_trained_token_whose_address_opens_it_again(
+    browser: Any, app: str, runs: tuple[Path, Path]
+) -> None:
+    visitor = Visitor(browser, app)
+    visitor.open("episode", run=runs[0].name, id="desk-0/0")
+    visitor.press("t")
+    chosen = visitor.page.locator('.token[aria-selected="true"]')
+    visitor.page.wait_for_function("() => document.activeElement.matches('.token[aria-selected=true]')")
+    with RunStore.open(runs[0], readonly=True) as store:
+        first = store.trajectory("desk-0/0").branches[0].loss_mask.tolist().index(1)
+    assert chosen.get_attribute("data-at") == str(first)
+    assert "sampled" in (chosen.get_attribute("class") or "")
+    again = Visitor(browser, app + visitor.page.evaluate("location.hash"))
+    again.page.locator(f'.token[aria-selected="true"][data-at="{first}"]').wait_for()
+    assert visitor.problems + again.problems == []
+
+
 def test_a_wrong_filter_says_what_is_wrong(browser: Any, app: str) -> None:
     visitor = Visitor(browser, app)
     visitor.page.fill("input[name=filter]", "outcome.rewrd > 1")

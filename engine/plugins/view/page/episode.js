@@ -1,12 +1,12 @@
 // One episode: the transcript on the left, panels about the selected turn on the right.
 
-import { announce, button, h, inline, integer, many, prose, seconds, signed, tone } from "./dom.js";
+import { announce, button, h, inline, integer, many, prose, seconds } from "./dom.js";
 import { get, offline } from "./data.js";
 import { address, go, listParams } from "./route.js";
 import { badge } from "./list.js";
 import { transcript } from "./transcript.js";
-import { rewardsPanel } from "./rewards.js";
-import { tokensPanel } from "./tokens.js";
+import { finalReward, rewardsPanel } from "./rewards.js";
+import { firstTrained, tokensPanel } from "./tokens.js";
 import { seenPanel } from "./seen.js";
 import { branchesPanel } from "./branches.js";
 import { machinePanel } from "./machine.js";
@@ -56,15 +56,16 @@ function reasons(counts) {
   return words.length ? ` (${words.join(", ")})` : "";
 }
 
-function head(episode, params, around) {
+function head(episode, params, around, toTrained) {
   const outcome = episode.outcome;
   const list = listParams(params);
   const facts = [
-    outcome ? h("span", { class: "reward big " + tone(outcome.reward) }, signed(outcome.reward)) : null,
+    outcome ? finalReward(outcome, "big") : null,
     badge(ended(episode)),
+    outcome && !outcome.trainable ? h("span", { class: "badge bad" }, "not trainable: its tokens are not trained") : null,
+    episode.evaluation ? h("span", { class: "badge" }, "of an evaluation, which trains nothing") : null,
     h("span", { class: "dim" }, [many(episode.turns.length, "turn"), many(episode.counts.sampled_tokens ?? episode.turns.reduce((sum, turn) => sum + turn.tokens, 0), "sampled token"),
       episode.finished ? `${episode.branches.length} ${episode.branches.length === 1 ? "branch" : "branches"}${reasons(episode.branch_reasons)}` : null,
-      outcome ? (outcome.trainable && !episode.evaluation ? "trainable" : "not trainable") : null,
       episode.ended ? seconds(episode.ended - episode.started) : null,
       episode.attempts > 1 ? `attempt ${episode.attempt + 1} of ${episode.attempts}` : null, `seed ${episode.seed}`].filter(Boolean).join(" · ")),
   ];
@@ -79,7 +80,21 @@ function head(episode, params, around) {
       around.position >= 0 ? h("span", { class: "dim" }, `${integer(around.position + 1)} of ${integer(around.total)}`) : null,
       step(around.previous, "← previous", "prev"), step(around.next, "next →", "next")),
     h("h1", {}, inline(episode.episode, 100)),
-    h("div", { class: "facts-line" }, facts, offline || !episode.finished ? null : [h("span", { class: "grow" }), makeTest(params)]));}
+    h("div", { class: "facts-line" }, facts, h("span", { class: "grow" }),
+      outcome?.trainable ? button(["First trained token", h("kbd", { "aria-hidden": "true" }, "t")], toTrained) : null,
+      offline || !episode.finished ? null : makeTest(params)));
+}
+
+const FOCUSABLE = "a[href], button, input, select, summary, [tabindex]";
+
+function replaced(place, children) {
+  // Replace the content of an element, and give the focus to what stands where it was.
+  const before = [...place.querySelectorAll(FOCUSABLE)];
+  const at = before.indexOf(document.activeElement);
+  place.replaceChildren(...[children].flat().filter(Boolean));
+  const now = at < 0 ? null : place.querySelectorAll(FOCUSABLE)[at];
+  if (now && now.tagName === before[at].tagName) now.focus({ preventScroll: true });
+}
 
 export async function episodePage(main, params, sources) {
   let given = params;
@@ -98,28 +113,36 @@ export async function episodePage(main, params, sources) {
   const left = h("div", { class: "left" });
   const shell = h("div", { class: "episode" }, left, h("aside", { class: "panel", "aria-label": "Details" }, tabs, panel));
 
+  const toTrained = async () => {
+    const there = await firstTrained(episode);
+    if (there === null) announce("No token of this episode is trained");
+    else open({ tab: "tokens", scope: "branch", ...there });
+    panel.querySelector('.token[aria-selected="true"]')?.focus();
+  };
+
   const draw = () => {
-    main.replaceChildren(head(episode, given, around), ...[why(episode, open)].filter(Boolean), shell);
+    main.replaceChildren(head(episode, given, around, toTrained), ...[why(episode, open)].filter(Boolean), shell);
     left.replaceChildren(transcript(episode, open));
   };
   const tab = () => (given.tab in PANELS ? given.tab : "rewards");
 
   let asked = 0;
-  const select = async (scroll) => {
+  const select = async (scroll, toToken = false) => {
     const number = ++asked;
     const turn = given.turn === undefined ? null : Number(given.turn);
     for (const each of left.querySelectorAll(".turn.selected")) each.classList.remove("selected");
     const chosen = turn === null ? null : left.querySelector(`#turn-${turn}`);
     chosen?.classList.add("selected");
     if (scroll) chosen?.scrollIntoView({ block: "nearest", behavior: scroll === "smooth" ? "smooth" : "auto" });
-    tabs.replaceChildren(...Object.entries(PANELS).map(([name, [title]], at) => button([title, h("kbd", { "aria-hidden": "true" }, at + 1)], () => open({ tab: name }),
+    replaced(tabs, Object.entries(PANELS).map(([name, [title]], at) => button([title, h("kbd", { "aria-hidden": "true" }, at + 1)], () => open({ tab: name }),
       { role: "tab", id: `tab-${name}`, "aria-selected": String(name === tab()), "aria-controls": "panel", tabindex: name === tab() ? "0" : "-1" })));
     panel.setAttribute("aria-labelledby", `tab-${tab()}`);
     panel.dataset.tab = tab();
     panel.setAttribute("aria-busy", "true");
     try {
       const made = await PANELS[tab()][1](episode, { ...given, turn, run: given.run }, open);
-      if (number === asked) panel.replaceChildren(...[made].flat().filter(Boolean));
+      if (number === asked) replaced(panel, made);
+      if (number === asked && toToken) panel.querySelector(`.token[data-at="${given.token}"]`)?.focus();
     } catch (error) {
       if (number === asked) panel.replaceChildren(h("p", { class: "error", role: "alert" }, error.message));
     }
@@ -137,7 +160,7 @@ export async function episodePage(main, params, sources) {
   });
 
   draw();
-  await select(false);
+  await select(false, false);
 
   const again = async () => {
     try {
@@ -160,6 +183,7 @@ export async function episodePage(main, params, sources) {
     ["k", "Previous turn", () => turnBy(-1)],
     ["n", "Next episode of the list", () => main.querySelector("a[rel=next]")?.click()],
     ["p", "Previous episode of the list", () => main.querySelector("a[rel=prev]")?.click()],
+    ...(episode.outcome?.trainable ? [["t", "First trained token", toTrained]] : []),
     ["g", "Samples of this task side by side", () => go("group", { run: given.run, task: episode.task.id })],
     ["u Escape", "Back to the list", () => go("list", listParams(given))],
     ...Object.entries(PANELS).map(([name, [title]], at) => [String(at + 1), title, () => open({ tab: name })]),
@@ -173,8 +197,9 @@ export async function episodePage(main, params, sources) {
     update: (next) => {
       if (next.run !== given.run || next.id !== given.id || next.attempt !== given.attempt) return false;
       const moved = next.turn !== given.turn;
+      const toToken = next.token !== undefined && next.token !== given.token;
       given = next;
-      select(moved ? "smooth" : false);
+      select(moved ? "smooth" : false, toToken);
       return true;
     },
   };

@@ -4,6 +4,7 @@ import { button, h, inline, integer, signed, tone, put } from "./dom.js";
 import { get } from "./data.js";
 import { address, go } from "./route.js";
 import { badge } from "./list.js";
+import { finalReward } from "./rewards.js";
 import { taskCard, turnParts, content } from "./transcript.js";
 
 const MOST_COLUMNS = 4;
@@ -60,7 +61,7 @@ export async function groupPage(main, params, sources) {
     h("div", { class: "group scroll", tabindex: "0", role: "region", "aria-label": "Samples side by side", style: { "--columns": episodes.length } },
       episodes.map((episode) => h("header", { class: "cell head" },
         h("h2", {}, link(episode, {}, `Sample ${episode.sample}`)),
-        h("p", {}, badge(group.samples.find((each) => each.sample === episode.sample)), " ", episode.outcome ? h("span", { class: "reward " + tone(episode.outcome.reward) }, signed(episode.outcome.reward)) : ""),
+        h("p", {}, badge(group.samples.find((each) => each.sample === episode.sample)), " ", episode.outcome ? finalReward(episode.outcome) : ""),
         episode.sample === base ? h("p", { class: "dim" }, "The others are compared with this one.") : parting(where(group, base, episode.sample), base))),
       Array.from({ length: turns }, (_, index) => episodes.map((episode) => cell(episode, index)))));
   const keys = [

@@ -39,7 +39,8 @@ export async function machinePanel(episode, params, open) {
   return [
     h("p", { class: "stepper" }, button("← step", () => move(-1)), button("step →", () => move(1)),
       h("span", {}, at === null ? `${steps.length} steps` : `step ${at + 1} of ${steps.length}: ${steps[at].state} –${steps[at].event || "end"}→ ${steps[at].dest}`),
-      at === null ? null : button("all", () => open({ step: null }), { class: "link" })),
+      at === null ? null : button("all", () => open({ step: null }), { class: "link" }),
+      machine.svg ? button("full size", (event) => event.currentTarget.setAttribute("aria-pressed", String(box.classList.toggle("full"))), { class: "link", "aria-pressed": "false" }) : null),
     box,
     table(["step", "turn", "state", "event", "to", { text: "took", class: "number" }, "what"], steps.map((step, number) => ({
       props: { class: number === at ? "hit-row" : "", "aria-current": number === at ? "step" : null },

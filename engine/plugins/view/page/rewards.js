@@ -2,6 +2,12 @@
 
 import { h, inline, signed, svg, table, tone } from "./dom.js";
 
+export function finalReward(outcome, kind = "") {
+  // The reward of an episode. That of a failed or untrainable one counts for nothing, so it has no colour.
+  const counts = outcome.trainable && !outcome.failure;
+  return h("span", { class: `reward ${kind} ${counts ? tone(outcome.reward) : "none"}`, title: counts ? null : "It is not trained on" }, signed(outcome.reward));
+}
+
 const COLUMN = 64;
 const HEIGHT = 46;
 const ARC = 26;

@@ -6,6 +6,7 @@ import { get } from "./data.js";
 
 const MODES = { advantage: "advantage", logprob: "log-prob", mask: "loss mask", version: "weight version", turn: "turn" };
 const MOST_TOKENS = 6000;
+const BEFORE_NAMED = 300;
 const HUES = [212, 28, 150, 280, 50, 340, 185, 95];
 const cache = new Map();
 
@@ -36,6 +37,17 @@ function colour(tokens, mode, scale) {
   }
   const values = mode === "version" ? tokens.versions : tokens.turns;
   return (at) => (values[at] >= 0 ? [HUES[values[at] % HUES.length], 0.7] : null);
+}
+
+export async function firstTrained(episode) {
+  // The place of the first token that is trained: the first sampled one of a branch that is a training row. null: there is none.
+  for (const { index, sampled } of episode.branches) {
+    if (!sampled) continue;
+    const tokens = await branchTokens(episode, index);
+    const at = tokens.mask.indexOf(1);
+    if (tokens.trainable && at >= 0) return { branch: index, turn: tokens.turns[at], token: at };
+  }
+  return null;
 }
 
 export function tokenText(tokens, at) {
@@ -112,7 +124,8 @@ export function tokenStrip(tokens, start, end, mode, options = {}) {
     const next = spans[Math.max(0, Math.min(spans.length - 1, [...spans].indexOf(chosen) + by))];
     next.focus();
   });
-  choose(strip.querySelector(options.mark === undefined ? ".token" : ".parting") || strip.firstElementChild);
+  choose(strip.querySelector(`[data-at="${options.chosen}"]`) || strip.querySelector(".parting") || strip.firstElementChild);
+  requestAnimationFrame(() => chosen && options.chosen !== undefined && chosen.scrollIntoView({ block: "nearest" }));
   return [strip, more, details];
 }
 
@@ -136,6 +149,8 @@ export async function tokensPanel(episode, params, open) {
   let [start, end] = [0, tokens.ids.length];
   if (scope === "turn") [start, end] = range(tokens, turn);
   if (scope === "seen") end = range(tokens, turn)[0];
+  const named = params.token === undefined ? undefined : Number(params.token);
+  if (named >= start + MOST_TOKENS) start = named - BEFORE_NAMED;
   const trained = tokens.mask.slice(start, end).reduce((sum, each) => sum + each, 0);
   const choice = (name, label, options, value, change) => h("label", { class: "choice" }, `${label} `,
     h("select", { name, onchange: (event) => change(event.target.value) }, options.map(([key, text]) => h("option", { value: key, selected: String(key) === String(value) }, text))));
@@ -150,7 +165,7 @@ export async function tokensPanel(episode, params, open) {
     h("p", { class: "dim" }, `${integer(end - start)} tokens, ${integer(trained)} of them sampled`,
       tokens.trainable ? " and trained. " : ", none trained. ", tokens.missing ? `No advantages: ${tokens.missing}. ` : "",
       tokens.problem ? `No texts: ${tokens.problem}` : ""),
-    ...tokenStrip(tokens, start, end, mode, { origin: own ? range(tokens, turn)[0] : null }),
+    ...tokenStrip(tokens, start, end, mode, { origin: own ? range(tokens, turn)[0] : null, chosen: named }),
   ];
 }
 
