@@ -37,7 +37,7 @@ machine:
 limits: {{assistant_turns: {limit}, user_turns: {users}, tool_calls: {calls}}}
 rewards:
   reassign:
-    - {{at: AWAITING_USER_FEEDBACK, when: "feedback.solved && turns.user > 1", from: last, to: previous, share: 0.{share}}}
+    - {{at: AWAITING_USER_FEEDBACK, when: "feedback.solved && turns.user > 1", turn: last, to: previous, share: 0.{share}}}
 """
 
 

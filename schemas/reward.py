@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -39,13 +39,8 @@ class PartAddress(Contract):
         return self
 
 
-class RewardEvent(Contract):
-    """One entry of an episode's ledger.
-
-    RewardEvent(turn="last", value=1.0, cause="right answer", source="user")
-    RewardEvent(turn="last", op="transfer", to="previous", share=0.3, source="user")
-    RewardEvent(turn=0, name="format", op="set", value=0.0, source="environment")
-    """
+class RewardChange(Contract):
+    """What a reward event and a reward rule have in common: an amount that is added, set or moved."""
 
     turn: TurnAddress = "last"
     """The turn that is paid or, for a transfer, that pays."""
@@ -67,11 +62,9 @@ class RewardEvent(Contract):
     """For `each`: the factor per turn of distance from the last turn."""
     cause: str = ""
     """Why, in words; shown beside the reward."""
-    source: str = ""
-    """Who wrote it: `environment`, `user`, `tool:<name>`, `rule:<n>`, `score`."""
 
     @model_validator(mode="after")
-    def _whole(self) -> RewardEvent:
+    def _whole(self) -> Self:
         if self.op == "transfer":
             if self.to is None:
                 raise ValueError("a transfer needs `to`: the turn that receives")
@@ -88,6 +81,18 @@ class RewardEvent(Contract):
             if part is not None and turn in ("all", "each"):
                 raise ValueError(f"a part belongs to one turn, not to `{turn}`")
         return self
+
+
+class RewardEvent(RewardChange):
+    """One entry of an episode's ledger.
+
+    RewardEvent(turn="last", value=1.0, cause="right answer", source="user")
+    RewardEvent(turn="last", op="transfer", to="previous", share=0.3, source="user")
+    RewardEvent(turn=0, name="format", op="set", value=0.0, source="environment")
+    """
+
+    source: str = ""
+    """Who wrote it: `environment`, `user`, `tool:<name>`, `rule:<n>`, `score`."""
 
 
 class Posting(Struct, frozen=True, kw_only=True):

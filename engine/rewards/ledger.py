@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from engine.errors import GuardError, LedgerError
 from engine.machine.guards import Guard
 from engine.rewards.sealed import PartReward, SealedLedger, TurnPart, frozen
-from engine.schemas.reward import PartAddress, Posting, RewardEvent, TurnAddress
+from engine.schemas.reward import PartAddress, Posting, RewardChange, RewardEvent, TurnAddress
 
 if TYPE_CHECKING:
     from engine.schemas.credit import ReassignRule
@@ -347,7 +347,9 @@ class Rules:
         """State -> (where the rule stands in the spec, its condition, its event)."""
         for index, rule in enumerate(rules):
             guard = Guard(rule.when) if rule.when is not None else None
-            self._at.setdefault(rule.at, []).append((f"rewards.reassign[{index}]", guard, _event(rule, index)))
+            change = {name: getattr(rule, name) for name in RewardChange.model_fields}
+            event = RewardEvent(**change | {"cause": rule.cause or f"rule {index}", "source": f"rule:{index}"})
+            self._at.setdefault(rule.at, []).append((f"rewards.reassign[{index}]", guard, event))
         self.states = frozenset(self._at)
         """States that have rules."""
 
@@ -380,25 +382,6 @@ def _plus(partials: Partials, delta: float) -> Partials:
         if rest:
             after.append(rest)
     return (*after, delta) if delta or not after else tuple(after)
-
-
-def _event(rule: ReassignRule, index: int) -> RewardEvent:
-    """The event of a rule: for a transfer `from` pays and `to` receives, otherwise `to` is written."""
-    transfer = rule.op == "transfer"
-    assert not transfer or rule.from_ is not None  # ReassignRule holds to it
-    return RewardEvent(
-        turn=rule.from_ if rule.from_ is not None else rule.to,
-        to=rule.to if transfer else None,
-        name=rule.name,
-        op=rule.op,
-        value=rule.value,
-        share=rule.share,
-        part=rule.part,
-        to_part=rule.to_part,
-        discount=rule.discount,
-        cause=rule.cause or f"rule {index}",
-        source=f"rule:{index}",
-    )
 
 
 def resolve_address(address: TurnAddress, at_turn: int, discount: float = 1.0) -> list[tuple[int, float]]:

@@ -57,8 +57,8 @@ def _moments(ctx: CheckContext, item: ReassignRule) -> list[Place]:
 
 
 def _addresses(item: ReassignRule) -> list[tuple[str, TurnAddress]]:
-    addresses: list[tuple[str, TurnAddress]] = [] if item.from_ is None else [("from", item.from_)]
-    return [*addresses, ("to", item.to)]
+    """The turns that a rule names, each with its key."""
+    return [("turn", item.turn), *([] if item.to is None else [("to", item.to)])]
 
 
 @rule("rewards.no-such-turn", "error", "a rule addresses a turn that no episode can have")
@@ -95,7 +95,7 @@ def turn_may_miss(ctx: CheckContext) -> Iterator[Finding]:
             continue
         same = [count for count in turns if _same_turn(item, count)]
         if same and len(same) < len(turns):
-            message = f"after turn {min(same) - 1}, `{item.from_}` and `{item.to}` are the same: the episode would fail"
+            message = f"after turn {min(same) - 1}, `{item.turn}` and `{item.to}` are the same: the episode would fail"
             yield Finding(message, path, _wait(item, max(same)))
 
 
@@ -105,7 +105,7 @@ def _wait(item: ReassignRule, turns: int) -> str:
 
 
 def _same_turn(item: ReassignRule, turns: int) -> bool:
-    payer, receiver = _means(item.from_, turns), _means(item.to, turns)
+    payer, receiver = _means(item.turn, turns), _means(item.to, turns)
     same = item.op == "transfer" and item.part == item.to_part
     return same and payer is not None and payer == receiver
 
@@ -117,10 +117,10 @@ def unpayable(ctx: CheckContext) -> Iterator[Finding]:
         if item.op != "transfer":
             continue
         turns = {place.turns for place in _moments(ctx, item)}
-        certain = ctx.graph.exact or item.from_ == item.to
+        certain = ctx.graph.exact or item.turn == item.to
         if certain and turns and all(_same_turn(item, count) for count in turns):
             fix = "name two turns"
-            yield Finding(f"a transfer from `{item.from_}` to `{item.to}` is from a turn to itself", path, fix)
+            yield Finding(f"a transfer from `{item.turn}` to `{item.to}` is from a turn to itself", path, fix)
         elif not _code_may_reward(ctx) and not _written(ctx, item.name):
             what = "a reward" if item.name is None else f"`{item.name}`"
             where = (*path, "name") if item.name is not None else path
@@ -243,8 +243,8 @@ def credit_ignores(ctx: CheckContext) -> Iterator[Finding]:
         path: DataPath = ("rewards", "reassign", index)
         if item.op == "transfer":
             yield Finding(f"moving a reward to another turn has no effect: {rest}", path, fix)
-        elif item.to not in (*_NEWEST, "each"):
-            yield Finding(f"`to: {item.to}` has no effect: {rest}", (*path, "to"), fix)
+        elif item.turn not in (*_NEWEST, "each"):
+            yield Finding(f"`turn: {item.turn}` has no effect: {rest}", (*path, "turn"), fix)
     scorer = ctx.spec.rewards.scorer
     if scorer is not None and scorer.turns == "each":
         message = f"judging each turn has no effect beyond the sum of the scores: {rest}"
@@ -310,7 +310,7 @@ def _last_turn_rewards(ctx: CheckContext) -> Iterator[str]:
     if ctx.spec.train is not None and isinstance(ctx.spec.train.overlong, OverlongPenalty):
         yield OVERLONG_PENALTY
     for item in rewards.reassign:
-        if item.op != "transfer" and item.to in ("last", "all", "each"):
+        if item.op != "transfer" and item.turn in ("last", "all", "each"):
             yield item.name or REWARD
     for _, user in ctx.users:
         yield from (mark.reward for mark in user.marks if mark.reward is not None)
@@ -496,9 +496,9 @@ def no_effect(ctx: CheckContext) -> Iterator[Finding]:
         yield Finding(message, ("rewards", "credit", "scale"), "set `rollout.samples_per_task` to 4 or more")
     for index, item in enumerate(rewards.reassign):
         path = ("rewards", "reassign", index)
-        if ctx.written(*path, "discount") and "each" not in (item.from_, item.to):
+        if ctx.written(*path, "discount") and "each" not in (item.turn, item.to):
             message = "`discount` has no effect: it belongs to the address `each`"
-            yield Finding(message, (*path, "discount"), "remove it, or use `to: each`", key=True)
+            yield Finding(message, (*path, "discount"), "remove it, or use `turn: each`", key=True)
         for key in ("share", "value"):
             if getattr(item, key) == 0 and item.op != "set":
                 yield Finding(f"`{key}: 0` has no effect: nothing is moved or added", (*path, key), "remove the rule")

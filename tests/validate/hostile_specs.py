@@ -157,7 +157,7 @@ BUSY: dict[str, tuple[str, str | None]] = {
     "reward rules": (
         BASE
         + "machine: tools_and_user\nlimits: {assistant_turns: 15, user_turns: 15, tool_calls: 15}\n"
-        + f"rewards: {{reassign: {many(6000, '{at: DONE, from: first, to: last, share: 0.5, when: turns.user < 9}')}}}\n",
+        + f"rewards: {{reassign: {many(6000, '{at: DONE, turn: first, to: last, share: 0.5, when: turns.user < 9}')}}}\n",
         "check.unfinished",
     ),
     "rows and prompts": (

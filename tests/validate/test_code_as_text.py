@@ -286,7 +286,7 @@ machine:
     - {trigger: feedback, source: AWAITING_USER_FEEDBACK, dest: GENERATING}
 rewards:
   reassign:
-    - {at: AWAITING_USER_FEEDBACK, from: last, to: first, share: 0.3, name: right, when: turns.assistant > 1}
+    - {at: AWAITING_USER_FEEDBACK, turn: last, to: first, share: 0.3, name: right, when: turns.assistant > 1}
 """
 NOBODY = [
     "guard.unknown-fact: nothing writes the fact `facts.wrong`: the code of environments, users and tools does not mention it",

@@ -168,9 +168,9 @@ FOUND: dict[str, Case] = {
         f"{USER}rewards: {{credit: {{method: outcome}}, {TRANSFER}}}\n",
         "moving a reward to another turn has no effect",
     ),
-    "rewards.reassign.to": (
-        f"{USER}rewards: {{credit: {{method: outcome}}, reassign: [{{at: AWAITING_USER_FEEDBACK, op: add, to: first, value: 1}}]}}\n",
-        "`to: first` has no effect",
+    "rewards.reassign.turn": (
+        f"{USER}rewards: {{credit: {{method: outcome}}, reassign: [{{at: AWAITING_USER_FEEDBACK, op: add, turn: first, value: 1}}]}}\n",
+        "`turn: first` has no effect",
     ),
     "rewards.reassign.share": (
         f"{USER}rewards: {{{TRANSFER.replace('0.5', '0')}}}\n",
@@ -230,7 +230,7 @@ ALWAYS = {
     "rewards.credit.with": "arguments of a function",
     "rewards.reassign.at": "where the rule is applied (rules.unknown-state)",
     "rewards.reassign.name": "which reward (rewards.unknown-name)",
-    "rewards.reassign.from": "which turn pays (rewards.unpayable, rewards.no-such-turn)",
+    "rewards.reassign.to": "which turn receives (rewards.unpayable, rewards.no-such-turn)",
     "rewards.reassign.cause": "shown with the reward",
     **{f"rewards.reassign.{part}.{key}": "the address of a part (rewards.unpayable)" for part in ("part", "to_part") for key in ("call", "text", "tokens")},
     "rewards.scorer": "keys of a role, a function or a backend: checked by `role.*`, `code.*`, `isolation.*` and `backend.*`",

@@ -149,7 +149,7 @@ def test_findings_of_single_turns(
     assert found(f"{GROUP}{lines}\n", tmp_path, monkeypatch) == problems
 
 
-TRANSFER = "reassign: [{at: AWAITING_USER_FEEDBACK, when: 'turns.assistant > 1', from: last, to: previous, share: 0.5}]"
+TRANSFER = "reassign: [{at: AWAITING_USER_FEEDBACK, when: 'turns.assistant > 1', turn: last, to: previous, share: 0.5}]"
 
 
 @pytest.mark.parametrize(
@@ -184,8 +184,8 @@ def test_rewards_that_an_outcome_by_names_drops(tmp_path: Path, monkeypatch: pyt
 def test_rules_that_move_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     at = "at: AWAITING_USER_FEEDBACK, when: 'turns.assistant > 1'"
     lines = (
-        f"{USER}rewards:\n  reassign:\n    - {{{at}, from: last, to: previous, share: 0, discount: 0.5}}\n"
-        f"    - {{{at}, op: add, to: each, value: 1, discount: 0.5}}\n    - {{{at}, op: set, value: 0}}\n"
+        f"{USER}rewards:\n  reassign:\n    - {{{at}, turn: last, to: previous, share: 0, discount: 0.5}}\n"
+        f"    - {{{at}, op: add, turn: each, value: 1, discount: 0.5}}\n    - {{{at}, op: set, value: 0}}\n"
     )
     assert found(lines, tmp_path, monkeypatch) == [
         "warning[rewards.no-effect] `share: 0` has no effect: nothing is moved or added",
@@ -229,7 +229,7 @@ def test_a_transfer_between_two_calls_of_a_turn_is_no_transfer_to_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    rule = "{at: AWAITING_USER_FEEDBACK, from: last, part: {call: 0}, to: last, to_part: {call: 1}, share: 1.0}"
+    rule = "{at: AWAITING_USER_FEEDBACK, turn: last, part: {call: 0}, to: last, to_part: {call: 1}, share: 1.0}"
     for text, rules in ((rule, []), (rule.replace("call: 1", "call: 0"), ["rewards.unpayable"])):
         Path("s.yaml").write_text(f"{HEAD}{USER}rewards: {{reassign: [{text}]}}\n")
         assert [one.rule for one in check_spec(load_spec("s.yaml")) if one.rule.startswith("rewards.")] == rules

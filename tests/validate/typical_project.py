@@ -34,7 +34,7 @@ machine:
     - {trigger: feedback, source: AWAITING_USER_FEEDBACK, dest: GENERATING}
 rewards:
   reassign:
-    - {at: AWAITING_USER_FEEDBACK, from: last, to: first, share: 0.3, name: right, when: turns.assistant > 1}
+    - {at: AWAITING_USER_FEEDBACK, turn: last, to: first, share: 0.3, name: right, when: turns.assistant > 1}
   credit: {method: gigpo, state_key: place}
   scorer: {use: "kiosk:brevity", with: {most: 100}}
 rollout: {samples_per_task: 4}

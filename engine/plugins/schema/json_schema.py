@@ -131,8 +131,10 @@ def episode_schema() -> Schema:
         "else is replaced.",
     }
     definitions["Variable"] = VARIABLE
-    definitions["ReassignRule"]["allOf"] = _reassign_rules()
-    definitions["RewardEvent"]["allOf"] = _event_rules()
+    writes = {"required": ["op"], "properties": {"op": {"enum": ["add", "set"]}}}
+    definitions["ReassignRule"]["allOf"] = [{"if": writes, "then": _WRITES, "else": _MOVES}]
+    moves = {"required": ["op"], "properties": {"op": {"const": "transfer"}}}
+    definitions["RewardEvent"]["allOf"] = [{"if": moves, "then": _MOVES, "else": _WRITES}]
     definitions["Mark"]["oneOf"] = [{"required": ["text"]}, {"required": ["pattern"]}]
     if "SGLangBackendSpec" in definitions:
         definitions["SGLangBackendSpec"]["oneOf"] = [{"required": ["urls"]}, {"required": ["launch"]}]
@@ -236,26 +238,16 @@ def _rules(name: str, definition: Schema) -> list[Schema]:
     return rules
 
 
-def _reassign_rules() -> list[Schema]:
-    """A transfer needs `from` and one of `share` and `value`; any other operation needs only `value`."""
-    writes: Schema = {"required": ["op"], "properties": {"op": {"enum": ["add", "set"]}}}
-    one_of = [
+_MOVES: Schema = {
+    "required": ["to"],
+    "oneOf": [
         {"required": ["share"], "not": {"required": ["value"]}},
         {"required": ["value"], "not": {"required": ["share"]}},
-    ]
-    alone = {"not": {"anyOf": [{"required": ["from"]}, {"required": ["share"]}]}}
-    return [{"if": writes, "then": {"required": ["value"], **alone}, "else": {"required": ["from"], "oneOf": one_of}}]
-
-
-def _event_rules() -> list[Schema]:
-    """Like a reward rule, but `turn` is always set, and a transfer needs `to`."""
-    moves: Schema = {"required": ["op"], "properties": {"op": {"const": "transfer"}}}
-    one_of = [
-        {"required": ["share"], "not": {"required": ["value"]}},
-        {"required": ["value"], "not": {"required": ["share"]}},
-    ]
-    alone = {"not": {"anyOf": [{"required": ["to"]}, {"required": ["share"]}]}}
-    return [{"if": moves, "then": {"required": ["to"], "oneOf": one_of}, "else": {"required": ["value"], **alone}}]
+    ],
+}
+"""What a transfer needs."""
+_WRITES: Schema = {"required": ["value"], "not": {"anyOf": [{"required": ["to"]}, {"required": ["share"]}]}}
+"""What `add` and `set` need."""
 
 
 def _user_rules() -> list[Schema]:
@@ -310,7 +302,6 @@ WORDS: dict[str, dict[str, str]] = {
     },
     "PromptMessage": {"role": "The role of the message."},
     "RoleMessage": {"role": "The role of the message.", "content": "The text; `{{field}}` is filled in."},
-    "ReassignRule": {"op": "Move a reward, add to it, or set it."},
     "RewardEvent": {"op": "Add to a reward, set it, or move it."},
     "TextPart": {"type": "A run of text.", "text": "The text."},
     "ImagePart": {"type": "An image, by reference."},
@@ -376,7 +367,7 @@ EXAMPLES: dict[str, dict[str, list[Any]]] = {
     "ReassignRule": {
         "at": ["AWAITING_USER_FEEDBACK"],
         "when": ["feedback.solved && turns.user > 1"],
-        "from": ["last"],
+        "turn": ["last"],
         "to": ["previous", 0],
         "share": [0.3],
     },

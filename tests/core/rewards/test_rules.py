@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from engine.errors import GuardError, LedgerError
 from engine.rewards.ledger import Ledger, Rules
@@ -46,6 +47,24 @@ class Target:
         return TurnPart(start=part.tokens[0], end=part.tokens[1])
 
 
+@pytest.mark.parametrize(
+    ("earlier", "now"),
+    [
+        ({"from": "last", "to": "previous", "share": 0.5}, {"turn": "last", "to": "previous", "share": 0.5}),
+        ({"from": 1, "share": 0.5}, {"turn": 1, "to": "last", "share": 0.5}),
+        ({"op": "add", "to": "first", "value": 1}, {"op": "add", "turn": "first", "value": 1}),
+        ({"op": "set", "from": None, "to": "all", "value": 1}, {"op": "set", "turn": "all", "value": 1}),
+        ({"op": "add", "value": 1}, {"op": "add", "turn": "last", "value": 1}),
+    ],
+)
+def test_a_rule_of_an_earlier_spec_names_its_turns_otherwise(earlier: dict[str, Any], now: dict[str, Any]) -> None:
+    rule = ReassignRule.model_validate({"at": USER, **earlier})
+    assert rule == ReassignRule.model_validate({"at": USER, **now})
+    assert ReassignRule.model_validate(rule.model_dump(mode="json")) == rule
+    with pytest.raises(ValidationError, match="Extra inputs are not permitted"):
+        ReassignRule.model_validate({"at": USER, "turn": "last", **earlier, "from": "last"})
+
+
 def paid(*amounts: float) -> Ledger:
     ledger = Ledger()
     for turn, amount in enumerate(amounts):
@@ -53,7 +72,7 @@ def paid(*amounts: float) -> Ledger:
     return ledger
 
 
-SHARE = {"when": "feedback.solved && turns.assistant > 1", "from": "last", "to": "previous", "share": 0.25}
+SHARE = {"when": "feedback.solved && turns.assistant > 1", "turn": "last", "to": "previous", "share": 0.25}
 
 
 def test_a_rule_pays_the_turn_that_led_to_the_answer() -> None:
@@ -76,10 +95,10 @@ def test_a_rule_waits_for_its_state_and_its_condition(state: str, turns: int, so
 def test_each_rule_sees_what_the_ones_before_it_did() -> None:
     ledger = paid(0.0, 1.0)
     written = rules(
-        {"op": "add", "to": "last", "value": 1.0},
-        {"when": "rewards.last == 2.0", "op": "add", "to": "last", "name": "bonus", "value": 0.5, "cause": "both"},
-        {"when": "rewards.last == 1.0", "op": "set", "to": "all", "value": 9.0},
-        {"when": "rewards.total > 2.0", "from": "last", "to": "first", "value": 0.25, "name": "bonus"},
+        {"op": "add", "turn": "last", "value": 1.0},
+        {"when": "rewards.last == 2.0", "op": "add", "turn": "last", "name": "bonus", "value": 0.5, "cause": "both"},
+        {"when": "rewards.last == 1.0", "op": "set", "turn": "all", "value": 9.0},
+        {"when": "rewards.total > 2.0", "turn": "last", "to": "first", "value": 0.25, "name": "bonus"},
     ).apply(Target(ledger, 2))
     assert [(p.op, p.turn, p.name, p.delta, p.source, p.cause) for p in written] == [
         ("add", 1, "reward", 1.0, "rule:0", "rule 0"),
@@ -91,14 +110,14 @@ def test_each_rule_sees_what_the_ones_before_it_did() -> None:
 
 def test_a_discount_reaches_back() -> None:
     ledger = paid(0.0, 0.0, 0.0)
-    rules({"op": "add", "to": "each", "value": 8.0, "discount": 0.5}).apply(Target(ledger, 3))
+    rules({"op": "add", "turn": "each", "value": 8.0, "discount": 0.5}).apply(Target(ledger, 3))
     assert ledger.totals(3) == [2.0, 4.0, 8.0]
 
 
 def test_a_rule_that_cannot_be_carried_out_is_the_specs_failure() -> None:
     ledger = paid(1.0)
     with pytest.raises(LedgerError) as caught:
-        rules({"op": "add", "value": 1.0}, {"from": "last", "to": "previous", "share": 0.5, "cause": "earned"}).apply(
+        rules({"op": "add", "value": 1.0}, {"turn": "last", "to": "previous", "share": 0.5, "cause": "earned"}).apply(
             Target(ledger, 1)
         )
     assert str(caught.value) == (
@@ -132,5 +151,5 @@ def test_only_the_variables_that_a_rule_reads_are_asked_for() -> None:
 
 
 def test_a_rule_of_a_part_asks_the_target_for_its_tokens() -> None:
-    written = rules({"op": "add", "to": "last", "value": 1.0, "part": {"tokens": [2, 5]}}).apply(Target(paid(0.0), 1))
+    written = rules({"op": "add", "turn": "last", "value": 1.0, "part": {"tokens": [2, 5]}}).apply(Target(paid(0.0), 1))
     assert [(p.turn, p.delta, p.start, p.end) for p in written] == [(0, 1.0, 2, 5)]

@@ -163,7 +163,7 @@ CASES: dict[str, tuple[list[Any], dict[str, Any]]] = {
         {
             "rewards": {
                 "reassign": [
-                    {"at": "AWAITING_USER_FEEDBACK", "op": "transfer", "from": "last", "to": "previous", "share": 0.5}
+                    {"at": "AWAITING_USER_FEEDBACK", "op": "transfer", "turn": "last", "to": "previous", "share": 0.5}
                 ]
             }
         },

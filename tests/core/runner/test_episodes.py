@@ -86,7 +86,7 @@ async def test_the_row_is_what_the_model_saw(make_spec, run_spec) -> None:
             "user_timeout", "user", "AWAITING_USER_FEEDBACK",
         ),
         (
-            {"rewards": {"reassign": [{"at": "AWAITING_USER_FEEDBACK", "op": "transfer", "from": "last", "to": "previous", "share": 0.5}]}},
+            {"rewards": {"reassign": [{"at": "AWAITING_USER_FEEDBACK", "op": "transfer", "turn": "last", "to": "previous", "share": 0.5}]}},
             "ledger_error", "spec", "AWAITING_USER_FEEDBACK",
         ),
         (
@@ -331,7 +331,7 @@ async def test_rules_move_rewards_at_user_turns(make_spec, run_spec) -> None:
         {
             "at": "AWAITING_USER_FEEDBACK",
             "when": "feedback.solved && turns.assistant > 1",
-            "op": "transfer", "from": "last", "to": "previous", "share": 0.3,
+            "op": "transfer", "turn": "last", "to": "previous", "share": 0.3,
         }
     ]  # fmt: skip
     ran = await run_spec(make_spec(["no", "It is 42."], rewards={"reassign": rules}))

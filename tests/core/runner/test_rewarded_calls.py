@@ -122,7 +122,7 @@ async def test_rules_move_rewards_between_calls(spec_code: None, make_spec: Any,
     rules = [
         {
             "at": "AWAITING_TOOL",
-            "from": "last",
+            "turn": "last",
             "part": {"call": 0},
             "to": "last",
             "to_part": {"call": 1},

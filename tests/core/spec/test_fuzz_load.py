@@ -31,7 +31,7 @@ machine:
   transitions:
     - {trigger: answered, source: GENERATING, dest: DONE, conditions: "turns.user > 2"}
 limits: {assistant_turns: 4, user_turns: 3, episode_seconds: 10m}
-rewards: {reassign: [{at: DONE, from: first, to: last, share: 0.5, when: "turns.assistant > 1"}]}
+rewards: {reassign: [{at: DONE, turn: first, to: last, share: 0.5, when: "turns.assistant > 1"}]}
 rollout: {samples_per_task: 4}
 train: {loss: {kind: grpo}, eval: {metric: reward, sampling: {temperature: 0}}}
 """

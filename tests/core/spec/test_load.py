@@ -65,7 +65,7 @@ machine:
 rewards:
   reassign:
     - {at: A, op: tranfer, to: -1}
-    - {at: A, from: lst, share: 2}
+    - {at: A, turn: lst, share: 2}
     - {at: A}
     - {at: A, op: add, share: 0.5, value: 1}
 sampling: {temperature: hot, top_k: 5.0, stop: [""], logit_bias: {"5": x}}
@@ -100,11 +100,11 @@ user: x.y:Z
         "did you mean `transfer`?",
         "s.yaml:21:32: error[spec.bad-value] `rewards.reassign[0].to` must be at least 0, or one of first, second, previous, "
         "last, all, each; it is -1",
-        "s.yaml:22:21: error[spec.bad-value] `rewards.reassign[1].from` must be a whole number, or one of first, second, "
+        "s.yaml:22:21: error[spec.bad-value] `rewards.reassign[1].turn` must be a whole number, or one of first, second, "
         "previous, last, all, each; it is `lst`; did you mean `last`?",
         "s.yaml:22:33: error[spec.bad-value] `rewards.reassign[1].share` must be at most 1; it is 2",
-        "s.yaml:23:7: error[spec.bad-value] `rewards.reassign[2]`: a transfer needs `from`: the turn that pays",
-        "s.yaml:24:24: error[spec.bad-value] `rewards.reassign[3]`: `from` and `share` belong to `op: transfer`, not to `add`",
+        "s.yaml:23:7: error[spec.bad-value] `rewards.reassign[2]`: a transfer needs `to`: the turn that receives",
+        "s.yaml:24:24: error[spec.bad-value] `rewards.reassign[3]`: `to` and `share` belong to a transfer, not to `add`",
         "s.yaml:25:25: error[spec.wrong-type] `sampling.temperature` must be a number; it is `hot`",
         "s.yaml:25:37: error[spec.wrong-type] `sampling.top_k` must be a whole number; it is 5.0; write 5",
         "s.yaml:25:48: error[spec.bad-value] `sampling.stop`: an empty stop string would end every reply at once; remove it",

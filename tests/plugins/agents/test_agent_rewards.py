@@ -68,8 +68,8 @@ async def test_posted_rewards_are_moved_like_all_others(tmp_path: Path, tiny_tok
     """Also by a rule in the state to which each reply leads, and after the end."""
     program = POST + "chat(ASK)\ngive(value=1.0)\nchat(ASK, ASK)\ngive(value=8.0)\n"
     rules = [
-        {"at": "AGENT_RUNNING", "when": "turns.assistant == 1", "op": "add", "to": "last", "value": 0.5},
-        {"at": "DONE", "from": "last", "to": "first", "share": 0.25},
+        {"at": "AGENT_RUNNING", "when": "turns.assistant == 1", "op": "add", "turn": "last", "value": 0.5},
+        {"at": "DONE", "turn": "last", "to": "first", "share": 0.25},
     ]
     played = await play(tmp_path, tiny_tokenizer_dir, program, ["a", "b"], rewards={"reassign": rules})
     assert rewards(played) == [{"reward": 3.5}, {"reward": 6.0}]

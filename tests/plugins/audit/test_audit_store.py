@@ -230,7 +230,7 @@ def test_stored_rows_are_scored_with_other_rewards(rows_file: Path, model: Model
     other.write_text(
         f"extends: {told['run']}/spec.yaml\n"
         "rewards:\n"
-        "  reassign: [{at: DONE, when: turns.assistant > 1, op: add, name: late, to: last, value: -0.25, cause: late}]\n"
+        "  reassign: [{at: DONE, when: turns.assistant > 1, op: add, name: late, turn: last, value: -0.25, cause: late}]\n"
         "  credit: {method: turn_return, gamma: 0.5}\n"
     )
     done = CliRunner().invoke(app, ["rescore", told["run"], "--spec", str(other)])

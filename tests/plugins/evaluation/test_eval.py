@@ -125,7 +125,7 @@ def save_moved(spec: Path) -> None:
                 {
                     "at": "AWAITING_USER_FEEDBACK",
                     "when": "feedback.solved",
-                    "from": "last",
+                    "turn": "last",
                     "to": "first",
                     "share": 0.25,
                 }

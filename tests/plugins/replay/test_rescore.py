@@ -19,9 +19,9 @@ from engine.spec.load import load_spec
 from engine.store import RunStore
 from engine.store.rows.export import export_rows
 
-FIRST = {"at": "AWAITING_USER_FEEDBACK", "op": "transfer", "from": "last", "to": "previous", "share": 0.5}
+FIRST = {"at": "AWAITING_USER_FEEDBACK", "op": "transfer", "turn": "last", "to": "previous", "share": 0.5}
 SOLVED = {**FIRST, "when": "feedback.solved"}
-PAY = {"at": "AWAITING_USER_FEEDBACK", "op": "add", "to": "last", "name": "talk", "value": 2.0}
+PAY = {"at": "AWAITING_USER_FEEDBACK", "op": "add", "turn": "last", "name": "talk", "value": 2.0}
 
 
 async def again(ran: Any, path: Path, label: str = "new", **options: Any) -> Rescored:

@@ -96,7 +96,7 @@ def test_files_are_written_once_and_checked(tmp_path: Path, monkeypatch: pytest.
         {"sampling": {"stop": ["</a>"], "stop_regex": "x"}},
         {"backend": {"kind": "sglang", "urls": ["http://x"]}},
         {"backend": {"kind": "local", "max_batch": "${N:4}", "dtype": "${D:auto}"}},
-        {"rewards": {"reassign": [{"at": "A", "from": "last", "to": 0, "share": 0.5}]}},
+        {"rewards": {"reassign": [{"at": "A", "turn": "last", "to": 0, "share": 0.5}]}},
         {"rewards": {"reassign": [{"at": "A", "op": "add", "value": 1.0}]}},
         {"rewards": {"credit": {"method": "turn_return", "gamma": "${GAMMA:0.9}"}, "placement": "spread"}},
         {"rewards": {"credit": {"method": "entry", "use": "a:b", "with": {"x": 1}}}},
@@ -136,10 +136,10 @@ def test_what_is_right_is_right_for_both(changes: dict[str, Any], validator: Any
         {"limits": {"user_turns": 0}},
         {"limits": {"tool_seconds": "5 parsecs"}},
         {"rewards": {"reassign": [{"at": "A"}]}},
-        {"rewards": {"reassign": [{"at": "A", "from": "last"}]}},
+        {"rewards": {"reassign": [{"at": "A", "turn": "last"}]}},
         {"rewards": {"reassign": [{"at": "A", "op": "add"}]}},
         {"rewards": {"reassign": [{"at": "A", "op": "add", "value": 1, "share": 0.5}]}},
-        {"rewards": {"reassign": [{"at": "A", "from": "lst", "share": 0.5}]}},
+        {"rewards": {"reassign": [{"at": "A", "turn": "lst", "share": 0.5}]}},
         {"rewards": {"scorer": {}}},
         {"user": {"prompt": [{"role": "user", "content": "?"}], "marks": [{}]}},
         {"user": {"prompt": [{"role": "user", "content": "?"}], "marks": [{"text": "a", "pattern": "b"}]}},
@@ -214,7 +214,7 @@ def test_no_key_is_without_a_description() -> None:
     ],
 )
 def test_every_example_is_right_for_both(name: str, key: str, value: Any, validator: Any, tmp_path: Path) -> None:
-    rule = {"at": "DONE", "from": "last", "to": "first", "share": 0.5}
+    rule = {"at": "DONE", "turn": "last", "to": "first", "share": 0.5}
     beside: dict[str, dict[str, Any]] = {
         "": {key: value},
         "ModelSpec": {"model": {"path": "m", key: value}},
@@ -275,7 +275,7 @@ BROKEN = {
     "limits: {assistant_turns: '5'}": "'5' is not of type 'integer'",
     "limits: {assistant_turns: 0}": "0 is less than the minimum of 1",
     "machine: {preset: tools, transitions: [{trigger: answered, source: GENERATING}]}": "'dest' is a required property",
-    "rewards: {reassign: [{at: DONE, share: 0.5}]}": "'from' is a required property",
+    "rewards: {reassign: [{at: DONE, share: 0.5}]}": "'to' is a required property",
     "backend: {kind: sglang}": "'urls' is a required property",
     "rewards: {credit: {method: outcomes}}": "'outcome' was expected",
     "users: {a: {use: 'a:b'}}": "'user' is a required property",

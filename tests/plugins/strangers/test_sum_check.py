@@ -230,7 +230,7 @@ def test_its_keys_and_its_rule_are_checked(layer: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_rules_of_the_core_know_what_its_action_writes(layer: Path, tmp_path: Path, tiny_tokenizer_dir: Path) -> None:
     """The only rewards are those of the action, and a user speaks after it only where it was silent."""
-    moved = {"at": "CHECKING", "op": "transfer", "from": "last", "to": "first", "name": "sums", "share": 0.5}
+    moved = {"at": "CHECKING", "op": "transfer", "turn": "last", "to": "first", "name": "sums", "share": 0.5}
     moved["when"] = "turns.assistant > 1"
     spec = checked_spec(tiny_tokenizer_dir, sum_check={"wrong": -1}, rewards={"reassign": [moved]})
     spec["machine"] = CHECKED | {"preset": "single_turn"}

@@ -125,7 +125,7 @@ def _spec(name: str, *, better: bool) -> dict[str, Any]:
         "when": "feedback.solved && turns.user > 1",
         "op": "transfer",
         "name": "correct",
-        "from": "last",
+        "turn": "last",
         "to": 0,
         "share": 0.3,
         "cause": "solved after feedback",
