@@ -14,6 +14,12 @@ from typing import TYPE_CHECKING, Any
 from engine.moved_names import MovedModules
 
 if TYPE_CHECKING:
+    from engine.api.launch import Launch as Launch
+    from engine.api.launch import play as play
+    from engine.api.launch import run as run
+    from engine.api.launch import run_async as run_async
+    from engine.api.progress import ConsoleProgress as ConsoleProgress
+    from engine.api.progress import Progress as Progress
     from engine.api.runs import Run as Run
     from engine.api.runs import StoredEpisode
     from engine.api.runs import open as open
@@ -21,6 +27,8 @@ if TYPE_CHECKING:
     from engine.environments.function import Dialogue as Dialogue
     from engine.environments.function import End as End
     from engine.environments.function import environment as environment
+    from engine.errors import EngineError as EngineError
+    from engine.errors import SpecError as SpecError
     from engine.schemas.environment import Environment as Environment
     from engine.schemas.environment import EpisodeView as EpisodeView
     from engine.schemas.environment import Reset as Reset
@@ -40,16 +48,21 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 PUBLIC = {
+    "ConsoleProgress": "engine.api.progress:ConsoleProgress",
     "Dialogue": "engine.environments.function:Dialogue",
     "End": "engine.environments.function:End",
+    "EngineError": "engine.errors:EngineError",
     "Environment": "engine.schemas.environment:Environment",
     "Episode": "engine.api.runs:StoredEpisode",
     "EpisodeView": "engine.schemas.environment:EpisodeView",
+    "Launch": "engine.api.launch:Launch",
     "Message": "engine.schemas.message:Message",
+    "Progress": "engine.api.progress:Progress",
     "Reset": "engine.schemas.environment:Reset",
     "RewardEvent": "engine.schemas.reward:RewardEvent",
     "Run": "engine.api.runs:Run",
     "Spec": "engine.spec.load:LoadedSpec",
+    "SpecError": "engine.errors:SpecError",
     "Step": "engine.schemas.environment:Step",
     "Task": "engine.schemas.environment:Task",
     "ToolReply": "engine.schemas.environment:ToolReply",
@@ -59,6 +72,9 @@ PUBLIC = {
     "environment": "engine.environments.function:environment",
     "load": "engine.api.specs:load",
     "open": "engine.api.runs:open",
+    "play": "engine.api.launch:play",
+    "run": "engine.api.launch:run",
+    "run_async": "engine.api.launch:run_async",
 }
 """The public names (docs/python.md), and where each is defined. None is that of a sub-package or module, because an
 import of this would replace it."""

@@ -3,7 +3,7 @@
     run = engine.open("latest")
     good = run.filter("outcome.solved && turns.assistant <= 4")
     good.rows()                       # pyarrow.Table, one row per branch
-    run.episodes["sum-0-0003/1"].messages
+    run.episode("sum-0-0003/1").messages
 
 Invariant: what is read here is what `engine show` and `engine export` read. A run that still goes on may be opened;
 each question gets the newest answer.
@@ -11,7 +11,7 @@ each question gets the newest answer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -78,35 +78,6 @@ class StoredEpisode:
         return f"<Episode {self.id}: {self.failure or self.row.event or self.row.status}{reward}>"
 
 
-class Episodes(Sequence[StoredEpisode]):
-    """The episodes of a run, or of a part of it, in the order of tasks and samples."""
-
-    def __init__(self, run: Run) -> None:
-        self._run = run
-
-    @cached_property
-    def _rows(self) -> list[EpisodeRow]:
-        keep = self._run.kept
-        return [row for row in self._run.store.episodes() if keep is None or row.id in keep]
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __iter__(self) -> Iterator[StoredEpisode]:
-        return (StoredEpisode(self._run, row) for row in self._rows)
-
-    def __getitem__(self, which: Any) -> Any:
-        """An episode by its position or id; a list of them by a slice."""
-        if isinstance(which, str):
-            return StoredEpisode(self._run, self._run.store.episode(which))
-        if isinstance(which, slice):
-            return [StoredEpisode(self._run, row) for row in self._rows[which]]
-        return StoredEpisode(self._run, self._rows[which])
-
-    def __repr__(self) -> str:
-        return f"<{len(self)} episodes of {self._run.id}>"
-
-
 class Run:
     """A stored run. Made by `engine.run` and `engine.open`."""
 
@@ -144,9 +115,15 @@ class Run:
         return frozenset(trajectory.episode_id for trajectory in self.trajectories())
 
     @property
-    def episodes(self) -> Episodes:
-        """The episodes, also those that are not done; of a filtered run the finished ones for which it holds."""
-        return Episodes(self)
+    def episodes(self) -> list[StoredEpisode]:
+        """The episodes in the order of tasks and samples, those that are not done too; of a part of a run the finished
+        ones for which it holds."""
+        kept = self.kept
+        return [StoredEpisode(self, row) for row in self.store.episodes() if kept is None or row.id in kept]
+
+    def episode(self, id: str) -> StoredEpisode:
+        """One episode: `<task>/<sample>`. Raises: StoreError: there is none."""
+        return StoredEpisode(self, self.store.episode(id))
 
     def filter(self, expression: str) -> Run:
         """The part of the run with the finished episodes for which this holds: CEL, as in `engine export --filter`.
@@ -159,10 +136,12 @@ class Run:
 
     def trajectories(self) -> Iterator[Trajectory]:
         """Every finished episode with all that is stored of it, a few in memory at a time."""
+        return filter(self._keeps(), self.store.trajectories())
+
+    def _keeps(self) -> Callable[[Trajectory], bool]:
+        """Whether a finished episode is in this part of the run."""
         filters = [EpisodeFilter(self.store, expression, "filter") for expression in self._expressions]
-        for trajectory in self.store.trajectories():
-            if all(holds(trajectory) for holds in filters):
-                yield trajectory
+        return lambda trajectory: all(holds(trajectory) for holds in filters)
 
     @property
     def summary(self) -> RunSummary:
@@ -183,14 +162,14 @@ class Run:
         """
         import pyarrow as pa
 
+        from engine.schemas.credit import read_credit
         from engine.store.rows.export import arrow_schema, export_rows, record_batch
 
-        filters = [EpisodeFilter(self.store, expression, "filter") for expression in self._expressions]
         rows = export_rows(
             self.store,
-            credit=None if credit is None else _credit(credit),
+            credit=None if credit is None else read_credit(dict(credit)),
             trainable_only=trainable_only,
-            keep=lambda trajectory: all(holds(trajectory) for holds in filters),
+            keep=self._keeps(),
         )
         return pa.Table.from_batches([record_batch([row]) for row in rows], arrow_schema())
 
@@ -211,14 +190,6 @@ class Run:
     def __repr__(self) -> str:
         part = "" if not self._expressions else f", where {' and '.join(self._expressions)}"
         return f"<Run {self.id}: {self.status}{part}>"
-
-
-def _credit(values: Mapping[str, Any]) -> Any:
-    from pydantic import TypeAdapter
-
-    from engine.schemas.credit import CreditSpec
-
-    return TypeAdapter(CreditSpec).validate_python(dict(values))
 
 
 def open(run: str | Path, out: str | Path = "runs") -> Run:

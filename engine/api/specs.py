@@ -50,11 +50,12 @@ def load(
     Raises:
         SpecError: the spec is not valid, with every diagnostic.
     """
-    changes = [*_texts(overrides), *_given(machine, environment, user, tools, scorer)]
+    changes = [*texts_of(overrides), *_given(machine, environment, user, tools, scorer)]
     return override_spec(spec, changes) if isinstance(spec, LoadedSpec) else load_spec(spec, changes)
 
 
-def _texts(overrides: Overrides) -> list[str]:
+def texts_of(overrides: Overrides) -> list[str]:
+    """Overrides as `--set` takes them."""
     if isinstance(overrides, Mapping):
         return [f"{key}={_text(value)}" for key, value in overrides.items()]
     return list(overrides)

@@ -5,6 +5,7 @@ Invariant: a spec that asks for several processes is driven by them or refused; 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING, Protocol
@@ -18,8 +19,7 @@ from engine.store.find import is_divided
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from rich.console import Console
-
+    from engine.api.progress import Progress
     from engine.backends.weights import ServerWeights
     from engine.runner.counters import RunCounters
     from engine.runner.summary import RunResult, RunSummary
@@ -76,13 +76,20 @@ class Processes(Protocol):
         self,
         tasks: TaskList,
         store: RunStore,
-        console: Console,
+        progress: Progress,
         *,
-        quiet: bool,
-        summary: bool,
         keep_going: bool,
+        stop: asyncio.Event,
     ) -> RunResult:
-        """Run a prepared run to its end; the arguments are those of `engine.cli.run.drive`."""
+        """Run all episodes that are not done; `progress` is an `engine.api.progress.Progress`.
+
+        Args:
+            tasks: All tasks of the run.
+            store: Its store, open for writing.
+            progress: Shows how it goes on.
+            keep_going: See `Runner`.
+            stop: Setting it ends the run early and cleanly.
+        """
 
     def episodes(self, store: RunStore, weights: ServerWeights | None, *, keep_going: bool) -> EpisodeRunner:
         """What runs single episodes of a training or a service.

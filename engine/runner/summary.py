@@ -187,3 +187,9 @@ class RunResult:
     """Episodes that could not be finished because of an error in the engine."""
     stopped: EngineError | None = None
     """Why the run stopped by itself: no server for too long, or all first episodes failed with one cause."""
+    seconds: float = 0.0
+    """Wall time of this launch's episodes."""
+    tokens: int = 0
+    """Number of tokens that were sampled in this launch."""
+    notes: list[str] = field(default_factory=list)
+    """What else is to be said of the launch: costs, calls that did not end, comparisons with the servers."""

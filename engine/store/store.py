@@ -26,7 +26,7 @@ from contextlib import closing
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any, ClassVar, Literal, overload
 
 import structlog
 from msgspec.structs import astuple
@@ -63,6 +63,9 @@ PLANNED = 1_000
 
 class RunStore(RunReader):
     """A run. Made by `create` or `open`; call `close`, or use it as a context manager."""
+
+    journal_class: ClassVar[type[Journal]] = Journal
+    """The class of the journals that `begin` opens."""
 
     def __init__(self, folder: Path, header: RunHeader, lock: RunLock | None, writer: Writer | None) -> None:
         super().__init__(folder, header)
@@ -203,7 +206,7 @@ class RunStore(RunReader):
         try:
             fields = codec.json_of(stored_fields(task.fields))
             job = partial(episode_rows.begin, task=task, fields=fields, sample_index=sample_index, first=attempt)
-            return Journal(writer, self._running, episode_id, *await writer.do(job))
+            return self.journal_class(writer, self._running, episode_id, *await writer.do(job))
         except BaseException:
             self._running.discard(episode_id)
             raise

@@ -12,8 +12,9 @@ from engine.spec.added import spec_facts
 from engine.store.find import is_divided
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    import asyncio
 
+    from engine.api.progress import Progress
     from engine.backends.weights import ServerWeights
     from engine.plugins.drivers.driver_runner import DriverRunner
     from engine.runner.summary import RunResult
@@ -84,11 +85,10 @@ class DriverProcesses:
         self,
         tasks: TaskList,
         store: RunStore,
-        console: Console,
+        progress: Progress,
         *,
-        quiet: bool,
-        summary: bool,
         keep_going: bool,
+        stop: asyncio.Event,
     ) -> RunResult:
         """As in `Processes`."""
         from engine.plugins.drivers.run_command import drive_many
@@ -96,9 +96,7 @@ class DriverProcesses:
 
         note_status(store.folder, "running")
         try:
-            return await drive_many(
-                self._loaded, tasks, store, console, quiet=quiet, summary=summary, keep_going=keep_going
-            )
+            return await drive_many(self._loaded, tasks, store, progress, keep_going=keep_going, stop=stop)
         finally:
             store.close()
             note_status(store.folder)

@@ -149,27 +149,25 @@ async def _evaluate(
     quiet: bool,
     keep_going: bool,
 ) -> tuple[Path, Evaluation, RunResult]:
+    from engine.api.launch import Launch
+    from engine.api.progress import ConsoleProgress
     from engine.cli.exits import interrupted
-    from engine.cli.run import drive, prepare, print_stopped
-    from engine.errors import EngineError
+    from engine.cli.run import print_stopped, stoppable
     from engine.plugins.evaluation.measures import evaluate as measure
-    from engine.store import RunStore
 
-    loaded, tasks, store = prepare(console, spec, changes, limit, out, None, evaluation=True)
-    try:
-        result = await drive(loaded, tasks, store, console, quiet=quiet, summary=False, keep_going=keep_going)
-    except EngineError:
-        store.discard()
-        raise
-    finally:
-        store.close()
+    progress = ConsoleProgress(console, quiet=quiet)
+    launch = Launch.of(spec, changes, limit=limit, out=out, evaluation=True, progress=progress)
+    run = await stoppable(launch, progress, keep_going=keep_going)
+    result = run.result
+    assert result is not None
+    for note in result.notes:
+        console.print(note)
     if result.stopped is not None:
-        print_stopped(result, store.folder)
+        print_stopped(result, run.folder)
     if result.interrupted:
-        console.print(f"Interrupted. To finish it: engine run --resume {store.folder}")
+        console.print(f"Interrupted. To finish it: engine run --resume {run.folder}")
         raise typer.Exit(interrupted())
-    with RunStore.open(store.folder, readonly=True) as finished:  # of several drivers: all that they stored
-        return store.folder, measure(finished.trajectories()), result
+    return run.folder, measure(run.trajectories()), result
 
 
 def plain(found: Evaluation) -> dict[str, Any]:

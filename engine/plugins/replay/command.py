@@ -85,6 +85,8 @@ async def _replay(run: str, episode: str | None, out: Path) -> tuple[list[Replay
 
 def _fork(run: str, out: Path, turn: int, salt: int) -> None:
     """Fork a run at a turn, and run the new run to its end."""
+    from engine.api.launch import Launch
+    from engine.api.progress import ConsoleProgress
     from engine.cli.run import conclude
     from engine.console import make_console
     from engine.plugins.replay.fork import fork
@@ -92,7 +94,7 @@ def _fork(run: str, out: Path, turn: int, salt: int) -> None:
 
     with errors_exit(ERROR), RunStore.open(find_run(run, out=out), readonly=True) as source:
         loaded, tasks, store = fork(source, out, turn, salt)
-    conclude(loaded, tasks, store, make_console(), quiet=False)
+    conclude(Launch(loaded, tasks, store), ConsoleProgress(make_console()))
 
 
 def rescore(

@@ -62,7 +62,8 @@ def serve(
     Exit status: 130 after Ctrl-C; 143 after SIGTERM; 1 when the spec is invalid or an episode could not be finished; 2
     when the command line is wrong or the port is in use; 3 when no server can be reached.
     """
-    from engine.cli.run import prepare
+    from engine.api.launch import Launch
+    from engine.api.progress import ConsoleProgress
     from engine.console import make_console
     from engine.plugins.serve.serving import TOKEN, ServeOptions
 
@@ -73,7 +74,11 @@ def serve(
         wrong_usage(f"--host {host} is reachable from other machines: set {TOKEN} to a secret token")
     console = make_console()
     with errors_exit(ERROR):
-        loaded, tasks, store = prepare(console, spec, list(overrides or ()), limit, out, resume)
+        if (spec is None) == (resume is None) or (resume is not None and limit is not None):
+            wrong_usage("give a spec to serve; or --resume RUN, which has its own spec and tasks")
+        progress = ConsoleProgress(console)
+        launch = Launch.of(spec, overrides or (), limit=limit, out=out, resume=resume, progress=progress)
+        loaded, tasks, store = launch.loaded, launch.tasks, launch.store
         _refuse(loaded, store, trainer, api=api, resumed=resume is not None)
     options = ServeOptions(
         host=host,

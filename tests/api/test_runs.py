@@ -1,0 +1,79 @@
+"""A stored run in Python: episodes, parts of it, rows, tables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import engine
+
+REPLIES = [
+    {"task": "a", "replies": ["It is 42."]},
+    {"task": "b", "replies": ["It is 41.", "It is 42."]},
+    {"task": "c", "replies": ["It is 40."]},
+]
+
+
+@pytest.fixture
+def run(make_spec: Callable[..., Path], tmp_path: Path) -> engine.Run:
+    tasks = {"source": "inline", "rows": [{"id": name} for name in "abc"], "id": "id"}
+    spec = make_spec(REPLIES, tasks=tasks, rewards={"credit": {"method": "turn_return"}})
+    return engine.run(spec, out=tmp_path, progress=False)
+
+
+def test_an_episode_has_what_it_did(run: engine.Run) -> None:
+    first, second, third = run.episodes
+    assert [repr(episode) for episode in (first, second, third)] == [
+        "<Episode a/0: satisfied, reward +1.000>",
+        "<Episode b/0: satisfied, reward +0.900>",
+        "<Episode c/0: script_exhausted, reward -0.100>",
+    ]
+    assert (second.task.id, second.failure, third.failure) == ("b", None, "script_exhausted")
+    assert [(message.role, message.text) for message in second.messages] == [
+        ("user", "What is 17 plus 25?"),
+        ("assistant", "It is 41."),
+        ("user", "Not It is 41.. Again."),
+        ("assistant", "It is 42."),
+        ("user", "Right."),
+    ]
+    assert [turn.rewards for turn in second.turns] == [{"reward": -0.1}, {"correct": 1.0}]
+    assert run.episode("b/0").trajectory.path == second.trajectory.path
+    with pytest.raises(engine.EngineError, match="no episode `d/0`"):
+        run.episode("d/0")
+
+
+def test_a_part_of_a_run_has_its_episodes_rows_and_sums(run: engine.Run) -> None:
+    solved = run.filter("outcome.solved")
+    quick = solved.filter("turns.assistant == 1")
+    assert [[episode.id for episode in part.episodes] for part in (run, solved, quick)] == [
+        ["a/0", "b/0", "c/0"],
+        ["a/0", "b/0"],
+        ["a/0"],
+    ]
+    assert [part.summary.mean_reward for part in (run, solved, quick)] == pytest.approx([0.6, 0.95, 1.0])
+    assert solved.rows().column("episode_id").to_pylist() == ["a/0", "b/0"]
+    assert repr(quick) == f"<Run {run.id}: done, where outcome.solved and turns.assistant == 1>"
+    with pytest.raises(engine.EngineError, match="filter"):
+        run.filter("outcome.solvd")
+
+
+def test_rows_are_those_of_an_export(run: engine.Run) -> None:
+    rows = run.rows()
+    assert rows.num_rows == 3
+    assert [sum(mask) for mask in rows.column("loss_mask").to_pylist()] == [
+        episode.row.tokens for episode in run.episodes
+    ]
+    assert run.rows(trainable_only=True).column("episode_id").to_pylist() == ["a/0", "b/0"]
+    by_outcome = run.rows(credit={"method": "outcome"})
+    assert by_outcome.column("advantages") != rows.column("advantages")
+    assert by_outcome.column_names == rows.column_names
+
+
+def test_episodes_as_a_table_of_pandas(run: engine.Run) -> None:
+    pytest.importorskip("pandas")
+    table = run.to_pandas()
+    assert table[["id", "turns"]].values.tolist() == [["a/0", 1], ["b/0", 2], ["c/0", 1]]
+    assert table[table.failure == "script_exhausted"].id.tolist() == ["c/0"]
+    assert table.reward.sum() == pytest.approx(1.8)
