@@ -129,6 +129,7 @@ KNOWN: dict[str, dict[str, tuple[str, ...]]] = {
         "sections": ("rollout.keep",),
         "commands": ("compact",),
     },
+    "reviews": {"install": ("pip install --force-reinstall --no-deps episode-engine",), "commands": ("rate",)},
     "roles": {"install": ("pip install --force-reinstall --no-deps episode-engine",), "players": ("user", "scorer")},
     "scaffold": {"install": ("pip install --force-reinstall --no-deps episode-engine",), "commands": ("new",)},
     "scenarios": {

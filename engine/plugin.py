@@ -39,6 +39,7 @@ HOOKS = frozenset(
         "open_run",
         "open_service",
         "record_scenario",
+        "reviews",
         "reward_source",
         "slow_findings",
         "spec_facts",

@@ -24,6 +24,7 @@ from engine.schemas.trajectory import Failure
 from engine.storable import valid_text, words_of
 from engine.store.images import stored_images
 from engine.store.reading import never_built, until_end
+from engine.store.reviews import review_facts
 from engine.store.scores import EpisodeScore
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ class Replayer:
     def __init__(self, loaded: LoadedSpec, format: ChatTemplate, store: RunReader) -> None:
         spec = loaded.spec
         self._store = store
+        self._review_facts = review_facts(store.folder)
         if format.vision is not None:
             format.vision.bank.read_from(stored_images(store))
         self._exact = spec.backend.exact_ids
@@ -96,6 +98,7 @@ class Replayer:
         try:
             journal = self._store.journal(stored.episode_id)
             episode = await self.rebuild(task, stored.sample_index, journal, 0)
+            episode.facts.update(self._review_facts(stored.episode_id))
             for entry in until_end(journal):
                 try:
                     episode.follow(entry)

@@ -20,6 +20,7 @@ from engine.machine.variables import BOOL, DOUBLE, DYN, INT, STRING, VARIABLES, 
 from engine.schemas.journal import UserRecord
 from engine.schemas.limits import LimitsSpec
 from engine.schemas.sections import read_stored
+from engine.store.reviews import review_facts
 from engine.store.shown_messages import reply_numbers, shown_messages
 from engine.terminal import around, brief
 
@@ -135,6 +136,7 @@ class EpisodeFilter:
         self._option = option
         self._store = store
         self._limits = stored_limits(store)
+        self._review_facts = review_facts(store.folder)
 
     def __call__(self, trajectory: Trajectory, turn: Turn | None = None) -> bool:
         """Whether it holds.
@@ -144,6 +146,8 @@ class EpisodeFilter:
         """
         names = self._guard.names
         context = end_values(names, trajectory)
+        if "facts" in names:
+            context["facts"] = {**trajectory.facts, **self._review_facts(trajectory.episode_id)}
         if "limits" in names:
             context["limits"] = self._limits
         if "task" in names:

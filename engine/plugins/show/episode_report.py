@@ -31,6 +31,7 @@ from engine.schemas.journal import (
 )
 from engine.store.codec import json_of
 from engine.store.private import private_file, private_folder
+from engine.store.reviews import review_facts
 from engine.terminal import visible
 from engine.tokens.catalogue import cache_root
 
@@ -64,7 +65,8 @@ def print_finished(console: Console, store: RunReader, trajectory: Trajectory, r
         console.print()
         console.print(ledger_table(trajectory.postings))
     _print_judge(console, store, trajectory)
-    _print_values(console, "facts", trajectory.facts)
+    facts = trajectory.facts | review_facts(store.folder)(trajectory.episode_id)
+    _print_values(console, "facts", facts)
     console.print()
     path = trajectory.path[0][0] if trajectory.path else "(no transition was taken)"
     path += "".join(f" –{event}→ {dest}" for _, event, dest in trajectory.path)

@@ -151,6 +151,8 @@ def _table(rows: Sequence[Row], listing: Listing, *, many: bool) -> Table:
     steps = any(row.step is not None for row in rows)
     versions = any(row.versions and row.versions[1] > 0 for row in rows)
     unfinished = any(row.status != "done" for row in rows)
+    reviews = [row.review or {"rated": False, "rating": 0.0, "tags": []} for row in rows]
+    rated, tagged = any(review["rated"] for review in reviews), any(review["tags"] for review in reviews)
     columns = [
         *(["run"] if many else []),
         "episode",
@@ -163,6 +165,8 @@ def _table(rows: Sequence[Row], listing: Listing, *, many: bool) -> Table:
         *names,
         *(["version"] if versions else []),
         "seconds",
+        *(["rating"] if rated else []),
+        *(["tags"] if tagged else []),
     ]
     statuses = {source.key: source.status for source in listing.sources}
     table = Table(*columns, header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
@@ -170,7 +174,7 @@ def _table(rows: Sequence[Row], listing: Listing, *, many: bool) -> Table:
         column.justify = "right"
     for column, name in zip(table.columns, columns, strict=True):
         column.no_wrap = name not in ("run", "ended")  # an id that is cut cannot be copied
-    for row in rows:
+    for row, review in zip(rows, reviews, strict=True):
         done = row.status == "done"
         cells = [
             *([row.run.partition("/")[2] or row.run] if many else []),  # the head names the training
@@ -184,6 +188,8 @@ def _table(rows: Sequence[Row], listing: Listing, *, many: bool) -> Table:
             *(_signed(row.rewards.get(name)) for name in names),
             *(["–".join(map(str, dict.fromkeys(row.versions)))] if versions else []),
             f"{row.seconds:.1f}" if row.seconds is not None else "",
+            *([f"{review['rating']:+g}" if review["rated"] else ""] if rated else []),
+            *([" ".join(review["tags"])] if tagged else []),
         ]
         table.add_row(*map(Text, cells), style=_style(row))
     return table

@@ -88,7 +88,8 @@ MEANINGS: dict[str, str] = {
     "routed_experts.dtype": "`uint8` up to 256 experts, `uint16` for more.",
     "routed_experts.data": "The array's little-endian bytes in C order; in JSONL as base64.",
     "task_fields": "The task's fields, as the JSON text of an object.",
-    "facts": "The facts that environment, tools and user returned during the episode, as the JSON text of an object.",
+    "facts": "The facts that environment, tools and user returned during the episode, as the JSON text of an object. "
+    "In a run with reviews also `review`: `rated`, `rating`, `tags`, `notes`, `by`.",
     "metadata": "The origin of the row.",
     "metadata.spec": "The spec's name.",
     "metadata.model": "The policy's model, as the spec names it.",

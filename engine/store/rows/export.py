@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from engine.schemas.experts import experts_as_text, pack_experts
 from engine.store.private import whole_file
+from engine.store.reviews import with_reviews
 from engine.store.rows.build import RowBuilder
 from engine.store.rows.row import columns_of
 
@@ -67,7 +68,8 @@ def training_rows(
         LedgerError: the credit method needs values that are missing.
     """
     builder = RowBuilder.of_run(store, credit=credit, score=score, values=values)
-    for task_id, group in groupby(store.trajectories(score), key=lambda trajectory: trajectory.task_id):
+    stored = with_reviews(store, store.trajectories(score))
+    for task_id, group in groupby(stored, key=lambda trajectory: trajectory.task_id):
         episodes = list(group)
         chosen = {trajectory.episode_id for trajectory in episodes if keep is None or keep(trajectory)}
         for row in builder.rows(episodes, store.task(task_id)) if chosen else ():

@@ -54,7 +54,7 @@ def test_a_row_has_what_the_episode_ended_with(run: Path) -> None:
         "rewards": {"answer": 6.0, "format": -1.0}, "turns": {"assistant": 2, "user": 1, "tool": 2}, "tool_errors": 0,
         "tokens": {"sampled": 10, "trained": 10, "total": 20, "context": 0}, "seconds": done - began, "started": began,
         "ended": done, "versions": [2, 2], "step": None, "branches": 2, "images": 0, "cost": 0.0,
-        "task_fields": {"level": "hard", "answer": "5"},
+        "task_fields": {"level": "hard", "answer": "5"}, "review": None,
     }  # fmt: skip
     json.dumps(row.plain())
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import sqlite3
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -157,7 +158,8 @@ def test_sql_and_the_evaluator_agree(seed: int) -> None:
 
 def evaluated(guard: Guard, number: int, row: dict[str, Any], constants: dict[str, Any]) -> bool | None:
     names = guard.names & {"facts", "outcome", "task", "limits", "episode", "run"}
-    context = _context(names, number, row, None, constants)  # type: ignore[arg-type]  # nothing is read of the content
+    contents = SimpleNamespace(review_facts=lambda _: {})  # nothing else is read of the content
+    context = _context(names, number, row, contents, constants)  # type: ignore[arg-type]
     try:
         return guard.evaluate(context)
     except GuardError:

@@ -39,6 +39,7 @@ from engine.schemas.message import ImagePart, Message, ToolCall
 from engine.schemas.trajectory import Outcome, Trajectory, Turn
 from engine.spec.conversation import conversation_of
 from engine.spec.template import fill
+from engine.store.reviews import REVIEWS
 from engine.store.shown_messages import reply_numbers, shown_messages
 
 if TYPE_CHECKING:
@@ -109,6 +110,7 @@ def episode_document(store: RunReader, episode_id: str, attempt: int | None = No
         "postings": [plain(posting.plain()) for posting in trajectory.postings],
         "moves": [move_document(postings) for postings in moves(trajectory.postings)],
         "facts": plain(trajectory.facts),
+        "reviews": [plain(review) for reviews in REVIEWS.made(None, store.folder) for review in reviews.of(row.id)],
         "path": _path(journal, begin),
         "branches": branch_heads(trajectory.branches),
         "branch_reasons": branch_reasons(trajectory),

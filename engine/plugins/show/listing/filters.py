@@ -34,6 +34,7 @@ from engine.store import summaries
 from engine.store.codec import damaged
 from engine.store.episode_filter import END_VALUES, EPISODE_VARIABLES, stored_limits
 from engine.store.reader import RunReader
+from engine.store.reviews import FACT
 
 RUN = Variable(
     doc="The run that an episode belongs to.",
@@ -202,7 +203,7 @@ class SqlFilter:
         return f"({sql})" if value.type == "string" else self._by_type(value, {"text": sql})
 
     def _has(self, of: Node, field: str) -> str:
-        value = self._value(of)
+        value = None if _is_review(of, field) else self._value(of)
         if value is None or value.type != "dyn" or (path := self._step(value.path, field)) is None:
             return "NULL"
         return self._by_type(value, {"object": f"json_type({value.sql}, {path}) IS NOT NULL"})
@@ -239,7 +240,7 @@ class SqlFilter:
                     return self._json((name, field))
         match node:
             case Select(of=of, field=key, test=False) | Index(of=of, key=Constant(type="string", value=key)):
-                of_value = self._value(of)
+                of_value = None if _is_review(of, key) else self._value(of)
                 if of_value is not None and of_value.type == "dyn" and (path := self._step(of_value.path, key)):
                     return SqlValue(type="dyn", sql=of_value.sql, path=path)
         return None
@@ -262,6 +263,11 @@ class SqlFilter:
         if not key or not key.isprintable() or set(key) & set("\"\\'"):
             return None
         return f'{path[:-1]}."{key}"\''
+
+
+def _is_review(of: Node, key: str) -> bool:
+    """Whether a key is that of the fact that reviews add, which no table has."""
+    return isinstance(of, Name) and (of.name, key) == ("facts", FACT)
 
 
 @dataclass(slots=True)
@@ -419,6 +425,8 @@ def _context(
             context["facts"] = from_json(row["facts"])
         if "outcome" in names:
             context["outcome"] = _outcome(row)
+    if "facts" in names:
+        context["facts"] = {**context["facts"], **contents.review_facts(row["id"])}
     if "limits" in names:
         context["limits"] = constants["limits"]
     if "task" in names:

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import re
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
@@ -24,6 +25,7 @@ from engine.store.dropped import dropped_among
 from engine.store.episode_filter import feedback_value
 from engine.store.reader import STORE
 from engine.store.reading import decoding, reading
+from engine.store.reviews import review_facts
 
 if TYPE_CHECKING:
     from engine.schemas.trajectory import Trajectory
@@ -156,6 +158,11 @@ class Contents:
         self._open: Iterator[tuple[sqlite3.Connection, int]] = iter(())
         self._connection: sqlite3.Connection | None = None
         self._last: tuple[int, tuple[Any, ...]] = (-1, ())
+
+    @cached_property
+    def review_facts(self) -> Callable[[str], dict[str, Any]]:
+        """What reviews add to the facts of an episode, by its id."""
+        return review_facts(self._store.folder)
 
     def close(self) -> None:
         """Close the store that is open."""

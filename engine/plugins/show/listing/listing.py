@@ -31,6 +31,7 @@ from engine.store.codec import damaged
 from engine.store.episode_filter import compile_filter
 from engine.store.reader import RunReader
 from engine.store.reading import decoding
+from engine.store.reviews import FACT
 from engine.store.training import BATCHES
 
 _TAIL = ["task_index", "sample_index", "e.number"]
@@ -286,7 +287,7 @@ class Listing:
         signatures: list[Any] = []
         for number, (source, store) in self._stores.items():
             store.refresh()
-            files = [_state(file) for file in (store.path, Path(f"{store.path}-wal"))]
+            files = [_state(file) for file in (store.path, Path(f"{store.path}-wal"), *_logs(store.folder))]
             if source.training is not None and source.step is None:
                 file = Path(source.training) / BATCHES
                 files.append(_state(file))
@@ -395,7 +396,7 @@ class Listing:
                     for row in connection.execute(query, parameters):
                         live = contents.live(row[0], row[6]) if row[5] == "running" else {}
                         with decoding(store.path, "tasks"), damaged("the fields of a task"):
-                            rows[source, row[0]] = row_of(about.key, row, live)
+                            rows[source, row[0]] = row_of(about.key, row, live, contents.review_facts(row[1]).get(FACT))
         return [rows[key] for key in keys if key in rows]
 
 
@@ -420,6 +421,11 @@ def _state(file: Path) -> tuple[int, int]:
         status = file.stat()
         return status.st_size, status.st_mtime_ns
     return 0, 0
+
+
+def _logs(folder: Path) -> list[Path]:
+    """The files beside a store to which lines are added, such as reviews."""
+    return sorted(folder.glob("*.jsonl"))
 
 
 def _order(sort: str) -> tuple[list[str], dict[str, str]]:

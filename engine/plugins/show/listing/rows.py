@@ -82,6 +82,8 @@ class Row(Struct, frozen=True, kw_only=True):
     """Images in its messages."""
     cost: float | None
     task_fields: dict[str, Any]
+    review: dict[str, Any] | None = None
+    """What people say about it, as the fact `review`; None in a run without reviews."""
 
 
 class Page(Struct, frozen=True, kw_only=True):
@@ -157,7 +159,7 @@ def outcome_word(failure: str | None, blame: str | None, limit: str | None, solv
     return "solved" if solved else event
 
 
-def row_of(run: str, values: Sequence[Any], live: Mapping[str, Any]) -> Row:
+def row_of(run: str, values: Sequence[Any], live: Mapping[str, Any], review: dict[str, Any] | None) -> Row:
     """Make a row from the columns `EPISODE`. `live`: of a running episode, those that its journal has."""
     v = {**dict(zip(_NAMES, values, strict=True)), **live}
     done = v["status"] == "done"
@@ -178,6 +180,7 @@ def row_of(run: str, values: Sequence[Any], live: Mapping[str, Any]) -> Row:
         seconds=v["ended"] - v["started"] if v["ended"] and v["started"] else None,
         versions=[] if v["version"] is None else [v["oldest_version"], v["version"]],
         task_fields=from_json(v["fields"]),
+        review=review,
         **{name: v[name] for name in _AS_STORED},
     )
 
