@@ -102,3 +102,15 @@ class Script(Contract):
         if not self.replies and not self.cases:
             raise ValueError("a script needs `replies`, `cases`, or both")
         return self
+
+    @classmethod
+    def adapt_json_schema(cls, schema: dict[str, Any]) -> None:
+        """A list may replace the mapping, and a plain string a reply."""
+        parts = schema.pop("$defs")
+        reply = {"anyOf": [{"$ref": "#/$defs/ScriptedReply"}, {"type": "string"}]}
+        for owner in (schema, parts["ScriptedCase"]):
+            owner["properties"]["replies"]["items"] = reply
+        keys = {key: schema.pop(key) for key in list(schema) if key not in ("$schema", "description")}
+        case = {"$ref": "#/$defs/ScriptedCase"}
+        lists = [{"type": "array", "items": item, "minItems": 1} for item in (reply, case)]
+        schema |= {"anyOf": [keys, *lists], "$defs": parts}

@@ -14,9 +14,12 @@ from typing import Annotated
 
 import typer
 
+from engine import schemas
 from engine.terminal import echo
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9._-]*")
+_SCHEMAS = "schemas/json"
+"""Where `engine schema` writes too."""
 _TEMPLATES = Path(__file__).parent / "templates"
 
 
@@ -28,6 +31,7 @@ class Kind(StrEnum):
     GAME = "game"
     VISION = "vision"
     JUDGE = "judge"
+    BLANK = "blank"
 
 
 def new(
@@ -35,10 +39,10 @@ def new(
     kind: Annotated[
         Kind,
         typer.Option(
-            metavar="<tools|user|game|vision|judge>",
+            metavar="<tools|user|game|vision|judge|blank>",
             help="tools: tools and a score at the end. user: a user who gives feedback, and a tool. game: an "
-            "environment of one "
-            "function that answers each reply. vision: the same with pictures. judge: a model as judge.",
+            "environment of one function that answers each reply. vision: the same with pictures. judge: a model as "
+            "judge. blank: the fewest lines.",
         ),
     ] = Kind.USER,
     dir: Annotated[Path, typer.Option("--dir", help="Folder in which NAME/ is created.")] = Path(),
@@ -57,6 +61,7 @@ def new(
     echo(f"Made {folder}/:")
     for file in files:
         echo(f"  {file.name}")
+    echo(f"  {_SCHEMAS}/    for completion and errors in an editor")
     echo("\nNext:")
     for command in (
         f"engine validate --import {folder}/spec.yaml",
@@ -65,8 +70,6 @@ def new(
         f"python -m unittest discover -s {folder}    # or: pytest {folder}",
     ):
         echo(f"  {command}")
-    echo("\nFor completion and errors in an editor, begin spec.yaml with the line:")
-    echo(f"  # yaml-language-server: $schema={_schema()}")
 
 
 def scaffold(name: str, parent: Path, kind: Kind = Kind.USER) -> list[Path]:
@@ -87,6 +90,7 @@ def scaffold(name: str, parent: Path, kind: Kind = Kind.USER) -> list[Path]:
     try:
         for file, text in texts.items():
             (folder / file).write_text(text, encoding="utf-8")
+        _copy_schemas(folder / _SCHEMAS)
     except OSError:
         shutil.rmtree(folder)
         raise
@@ -116,8 +120,8 @@ def _render(name: str, kind: Kind) -> dict[str, str]:
     return {file: templates.get_template(source).render(values) for file, source in sources.items()}
 
 
-def _schema() -> str:
-    """Return the path of the spec's JSON Schema for editors: beside the installed data classes."""
-    from engine import schemas
-
-    return (Path(schemas.__file__).parent / "json" / "episode.schema.json").as_posix()
+def _copy_schemas(folder: Path) -> None:
+    """Copy the JSON Schemas that the first lines of the YAML files name; `engine schema NAME` writes them anew."""
+    folder.mkdir(parents=True)
+    for name in ("episode", "replies", "scenarios"):
+        shutil.copy(Path(schemas.__file__).parent / "json" / f"{name}.schema.json", folder)

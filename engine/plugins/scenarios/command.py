@@ -50,9 +50,10 @@ def test(
 ) -> None:
     """Play the scenarios of specs on the scripted backend, with the model's real tokenizer.
 
-    A spec's scenarios are beside it: specs/quickstart.scenarios.yaml for specs/quickstart.yaml. Exits with 0 when
-    all results are as expected, 1 if one differs or too few transitions are taken, 2 if a file cannot be read
-    or a scenario cannot be played.
+    A spec's scenarios are beside it: specs/quickstart.scenarios.yaml for specs/quickstart.yaml. Without -k, scenarios
+    of failures, of the time limit and of a reply that is given up are generated where no written one takes the
+    transition. Exits with 0 when all results are as expected, 1 if one differs or too few transitions are taken, 2 if
+    a file cannot be read or a scenario cannot be played.
 
     Tools, environments and users of the specs are run: use only specs that you trust.
     """
@@ -65,7 +66,7 @@ def test(
         echo(f"no specs under {', '.join(map(str, paths))}", err=True)
         raise typer.Exit(INVALID)
     formats = Formats()
-    suites = [run_suite(spec, formats, overrides or (), only, file) for spec, file in specs]
+    suites = [run_suite(spec, formats, overrides or (), only, file, generate=only is None) for spec, file in specs]
     least = 100.0 if require_coverage else fail_under
     if json:
         echo_json(as_data(suites, least))

@@ -11,7 +11,7 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -20,7 +20,9 @@ import structlog
 
 from engine.actions.calling.workers import Workers
 from engine.errors import EngineError, SpecError
+from engine.machine.machine import resolved_machine
 from engine.plugins.scenarios.coverage import Coverage, Edge, coverage_of
+from engine.plugins.scenarios.failures import failing
 from engine.plugins.scenarios.load import ScenarioSpecs, load_scenarios, scenarios_of
 from engine.plugins.scenarios.play import THREADS, Played, play
 from engine.plugins.scenarios.schema import ANYTHING, ExpectedFailure, ExpectedMessage, ExpectedOutcome
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from engine.schemas.message import Message, ToolCall
     from engine.schemas.model import ModelSpec
     from engine.schemas.trajectory import Failure, Outcome
+    from engine.spec.load import LoadedSpec
     from engine.spec.text.diagnostic import Origin
     from engine.tokens.template import ChatTemplate
 
@@ -299,8 +302,13 @@ class ScenarioResult:
     failure: Failure | None = None
     """The failure of its episode, expected or not."""
     seconds: float = 0.0
-    taken: list[Edge] = field(default_factory=list)
-    """The transitions that its episode took."""
+    played: Played | None = None
+    """Its episode; None if it could not be played."""
+
+    @property
+    def taken(self) -> list[Edge]:
+        """The transitions that its episode took."""
+        return self.played.taken if self.played else []
 
     @property
     def passed(self) -> bool:
@@ -358,6 +366,7 @@ def run_suite(
     overrides: Sequence[str] = (),
     only: str | None = None,
     file: Path | None = None,
+    generate: bool = False,
 ) -> SuiteResult:
     """Play every scenario of a file. It runs an event loop of its own: call it in a thread where one runs.
 
@@ -367,6 +376,7 @@ def run_suite(
         overrides: Overrides in the form of `--set`; a scenario's own `set` is applied after them.
         only: Play only scenarios whose name contains this. Coverage then counts only these.
         file: The scenarios; by default those beside the spec.
+        generate: Also play scenarios of failures and of the time limit, for transitions that no written one takes.
     """
     path = file or scenarios_of(spec)
     specs = ScenarioSpecs(spec, overrides)
@@ -378,17 +388,36 @@ def run_suite(
     except SpecError as error:
         return SuiteResult(spec, path, problems=list(error.diagnostics))
     wanted = [index for index, item in enumerate(scenarios.file.scenarios) if only is None or only in item.name]
-    results = asyncio.run(_play_all(specs, scenarios, wanted, formats))
+    results = asyncio.run(_play_all(specs, scenarios, wanted, formats, loaded if generate else None))
     taken = [edge for result in results for edge in result.taken]
     return SuiteResult(spec, path, results, coverage_of(loaded, taken))
 
 
 async def _play_all(
-    specs: ScenarioSpecs, scenarios: ScenarioSet, wanted: Sequence[int], formats: Formats
+    specs: ScenarioSpecs,
+    scenarios: ScenarioSet,
+    wanted: Sequence[int],
+    formats: Formats,
+    base: LoadedSpec | None,
 ) -> list[ScenarioResult]:
+    """Play scenarios; with `base` also those of failures, for the transitions of its machine that none of them
+    takes."""
     workers = Workers(THREADS)
     try:
-        return [await _result(specs, scenarios, index, formats, workers) for index in wanted]
+        results = [await _result(specs, scenarios, index, formats, workers) for index in wanted]
+        if base is not None:
+            written = [
+                (scenarios.file.scenarios[index], one.played)
+                for index, one in zip(wanted, results, strict=True)
+                if one.played and one.passed
+            ]
+            missing = coverage_of(base, [edge for one in results for edge in one.taken]).missing
+            timed = base.spec.limits.episode_seconds is not None
+            for edge, scenario in list(failing(missing, written, resolved_machine(base.spec), timed=timed)):
+                alone = replace(scenarios, file=scenarios.file.model_copy(update={"scenarios": [scenario]}))
+                result = await _result(specs, alone, 0, formats, workers)
+                results += [result] if edge in result.taken else []
+        return results
     finally:
         workers.close()
 
@@ -413,5 +442,5 @@ async def _result(
         differences=compare(scenario.expect, played),
         failure=played.trajectory.outcome.failure,
         seconds=time.perf_counter() - began,
-        taken=played.taken,
+        played=played,
     )

@@ -24,6 +24,7 @@ from engine.schemas.generation import GenerateRequest, Generation, SamplingParam
 from engine.schemas.journal import JournalEntry
 from engine.schemas.message import Message, ToolCall, ToolResult
 from engine.schemas.reward import Posting, RewardEvent
+from engine.schemas.script import Script
 from engine.schemas.sections import SectionOwner, SpecSection, owner_classes, sections_of
 from engine.schemas.tasks import all_sources
 from engine.schemas.trajectory import Branch, Outcome, Trajectory, Turn
@@ -40,6 +41,7 @@ CONTRACTS: dict[str, type[Contract | Struct]] = {
     "message": Message,
     "outcome": Outcome,
     "posting": Posting,
+    "replies": Script,
     "reset": Reset,
     "reward-event": RewardEvent,
     "sampling-params": SamplingParams,

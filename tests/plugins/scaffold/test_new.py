@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
 import pytest
+import yaml
 from installed_plugins import needs_plugin
+from jsonschema import Draft202012Validator
 from typer.testing import CliRunner
 
 import engine
@@ -32,23 +35,30 @@ def test_it_prints_the_files_and_the_next_commands(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["new", "shop-v2", "--dir", str(tmp_path)])
     assert result.exit_code == 0
     folder = tmp_path / "shop-v2"
-    *lines, schema = result.stdout.splitlines()
-    assert lines == [
+    assert result.stdout.splitlines() == [
         f"Made {folder}/:",
         *(f"  {name}" for name in FILES),
+        "  schemas/json/    for completion and errors in an editor",
         "",
         "Next:",
         f"  engine validate --import {folder}/spec.yaml",
         f"  engine test {folder}/spec.yaml --require-coverage",
         f"  engine run {folder}/spec.yaml",
         f"  python -m unittest discover -s {folder}    # or: pytest {folder}",
-        "",
-        "For completion and errors in an editor, begin spec.yaml with the line:",
     ]
-    assert schema.startswith("  # yaml-language-server: $schema=")
-    assert Path(schema.partition("=")[2]).name == "episode.schema.json"
-    assert Path(schema.partition("=")[2]).is_file()
-    assert sorted(file.name for file in folder.iterdir()) == sorted(FILES)
+    assert sorted(file.name for file in folder.iterdir()) == sorted([*FILES, "schemas"])
+
+
+@pytest.mark.parametrize("kind", Kind)
+def test_each_yaml_file_fits_the_schema_that_its_first_line_names(tmp_path: Path, kind: Kind) -> None:
+    folder = scaffold("shop", tmp_path, kind)[0].parent
+    for name in ("spec", "replies", "spec.scenarios"):
+        text = (folder / f"{name}.yaml").read_text()
+        schema = text.splitlines()[0].removeprefix("# yaml-language-server: $schema=")
+        assert (
+            list(Draft202012Validator(json.loads((folder / schema).read_text())).iter_errors(yaml.safe_load(text)))
+            == []
+        )
 
 
 def test_a_missing_parent_folder_is_made(tmp_path: Path) -> None:

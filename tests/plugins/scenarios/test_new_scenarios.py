@@ -30,7 +30,7 @@ def test_a_kind_has_no_findings_and_its_scenarios_take_every_transition(
     assert [str(item) for item in check_spec(loaded) if item.severity != "info"] == []
     assert [item.rule for item in check_spec(loaded) if item.rule == "rewards.truncated-pays"] == []
     assert (loaded.spec.name, loaded.spec.model.path) == ("shop-v2", str(tiny_tokenizer_dir))
-    suite = run_suite(spec, Formats())
+    suite = run_suite(spec, Formats(), generate=True)
     assert [(one.name, one.differences, one.problems) for one in suite.results if not one.passed] == []
     assert suite.coverage is not None
     assert suite.coverage.missing == []

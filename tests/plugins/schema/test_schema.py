@@ -19,6 +19,7 @@ from spec_page import spec_page
 from engine.plugin import entries
 from engine.plugins.schema.json_schema import CONTRACTS, EXAMPLES, documents
 from engine.schemas.episode import EpisodeSpec
+from engine.schemas.script import Script
 from engine.spec.load import read_spec
 from engine.spec.text.places import fields_by_key
 
@@ -315,3 +316,14 @@ def test_an_editors_validator_knows_scenarios(tmp_path: Path) -> None:
     bad = subprocess.run([*command, str(tmp_path / "bad.yaml")], capture_output=True, text=True, timeout=120)
     assert bad.returncode == 1
     assert "'reply' was unexpected" in bad.stdout
+
+
+@pytest.mark.parametrize(
+    "replies",
+    [["4", {"text": "4", "finish": "length"}], [{"task": "a", "replies": ["4"]}], {"replies": ["4"]}],
+)
+def test_replies_are_a_list_or_a_mapping(replies: Any) -> None:
+    schema = jsonschema.Draft202012Validator(json.loads(documents()["replies"]))
+    assert list(schema.iter_errors(replies)) == []
+    Script.model_validate(replies)
+    assert list(schema.iter_errors({"replies": ["4"], "case": []})) != []
