@@ -123,8 +123,8 @@ def _changes(visit: _Visit, trigger: str) -> dict[str, Any] | None:
         return {"tools": [ScriptedResult(tool=tool, invalid=True), *scenario.tools]} if tool else None
     if action == "ask_user":
         count = visit.before(action)
-        earlier = [*scenario.user[:count], *[None] * (count - len(scenario.user))]
-        return {"user": [*earlier, ScriptedUserTurn(error=_WHY)]}
+        turns = [*scenario.user[:count], *[None] * (count - len(scenario.user))]
+        return {"user": [*turns, ScriptedUserTurn(error=_WHY)]}
     if action == "reset":
         return {"environment": EnvironmentScript(reset=ScriptedReset(error=_WHY), score=scenario.environment.score)}
     if action == "score":
