@@ -16,6 +16,7 @@ import base64
 import itertools
 import json
 import random
+import struct
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -40,7 +41,7 @@ class Call:
         self.connection = connection
         self.body = body
         at = body.find(PROMPT) + len(PROMPT)
-        self.prompt = body[at : body.find(b"]", at)]
+        self.prompt = server.expanded(body[at : body.find(b"]", at)], body)
         at = body.find(RID) + len(RID)
         self.rid = body[at : body.find(b'"', at)]
         self.session: tuple[str, str] | None = None
@@ -57,7 +58,7 @@ class Call:
         if b'"return_routed_experts":true' in body:
             _, start, number = body.rpartition(b'"routed_experts_start_len":')
             self.experts_from = int(number.partition(b",")[0].rstrip(b"} ")) if start else 0
-        self.echo = b'"return_prompt_token_ids":true' in body[-4096:]
+        self.echo = b'"return_prompt_token_ids":true' in body[at if server.image else -4096 :]
         at = body.find(LENGTH) + len(LENGTH)
         self.most = int(body[at:].partition(b",")[0].rstrip(b"}")) if at >= len(LENGTH) else 128
 
@@ -162,6 +163,8 @@ class FakeSGLang:
         """Gives the experts of ids at the positions from a number on, an integer array [ids, layers, top_k]; None: no routing."""
         self.same_experts: Any = None
         """The experts of every token, int32 [1, layers, top_k]: at once, while `experts` reads the ids."""
+        self.image: tuple[int, int] | None = None
+        """Id that stands for an image, and pixels of one token's side; None: images are not looked at."""
         self.hung = False
         """Takes connections and requests, and never answers anything."""
         self.down = False
@@ -198,7 +201,7 @@ class FakeSGLang:
         rows = ",".join(f"[{value},{token},null]" for value, token in zip(logprobs, output, strict=True))
         self._meta = (
             f'","finish_reason":{{"type":"stop","matched":{output[-1]}}},"weight_version":"@","num_retractions":0,'
-            f'"queue_time":0.0004,"input_token_logprobs":[],"output_token_logprobs":[{rows}],'
+            f'"queue_time":0.0004,"input_token_logprobs":[[null,0,null]],"output_token_logprobs":[{rows}],'
             f'"output_token_logprobs_length":{len(output)},"reasoning_tokens":0,"completion_tokens":{len(output)},'
             f'"cached_tokens":0,"weight_versions":[{{"version":"@","start":0,"end":{len(output)}}}],'
             f'"e2e_latency":{latency},"prompt_tokens":'
@@ -217,6 +220,17 @@ class FakeSGLang:
         if not echo:
             return b"%b%b%b%d}}" % (self._head, rid, meta, count)
         return b'%b%b%b%d},"prompt_token_ids":[%b]}' % (self._head, rid, meta, count, prompt)
+
+    def expanded(self, prompt: bytes, body: bytes) -> bytes:
+        """A prompt's ids with as many for each image of a request as its PNG's size takes."""
+        if self.image is None or b'"image_data":' not in body:
+            return prompt
+        marker, side = b"%d" % self.image[0], self.image[1]
+        pieces = prompt.split(b",%b," % marker)
+        for place, data in enumerate(body.split(b"data:image/png;base64,")[1:]):
+            width, height = struct.unpack(">II", base64.b64decode(data[:32])[16:24])
+            pieces[place] += b",%b" % marker * (round(width / side) * round(height / side)) + b","
+        return b"".join(pieces)
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> str:
         """Listen; the URL."""
@@ -427,6 +441,8 @@ async def _serve(arguments: argparse.Namespace, output: list[int], text: str) ->
     if arguments.experts:
         layers, top_k, experts = arguments.experts
         fake.same_experts = np.arange(layers * top_k, dtype=np.int32).reshape(1, layers, top_k) % experts
+    if arguments.image:
+        fake.image = tuple(arguments.image)
     print(await fake.start(port=arguments.port), flush=True)
     await asyncio.Event().wait()
 
@@ -440,6 +456,7 @@ def main() -> None:
     parser.add_argument("--slots", type=int, default=0, help="replies that are worked on at once; 0 is no limit")
     parser.add_argument("--vocab", type=int, default=1 << 20, help="number of ids of its model")
     parser.add_argument("--experts", type=int, nargs=3, metavar=("LAYERS", "TOP_K", "EXPERTS"), help="of its model")
+    parser.add_argument("--image", type=int, nargs=2, metavar=("ID", "SIDE"), help="see FakeSGLang.image")
     arguments = parser.parse_args()
     reply = (
         json.loads(Path(arguments.reply).read_text()) if arguments.reply else {"ids": list(range(100, 228)), "text": ""}

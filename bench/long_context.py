@@ -11,6 +11,8 @@ The fake server has a core of its own; its time is not counted.
     sessions   `backend.sessions`: a request holds what is new
     routing    as `text`, with the experts of each token: 4 of 128 in each of 8 layers
     both       sessions and routing
+    images     as `text`, half of the prompt is images of 256 tokens, and each turn's tool shows one more
+    screens    images, with sessions
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from statistics import median
 from typing import Any
 
 import structlog
+from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -36,16 +39,43 @@ from floor import Workload
 from rollout import Fake, load_tokenizer
 from subject import SAMPLES, Engine
 
+from engine.schemas.environment import ToolReply
+from engine.schemas.message import TextPart, image_part
+
 SUBJECTS: dict[str, dict[str, Any]] = {
     "text": {},
     "sessions": {"sessions": True},
     "routing": {"routed_experts": True},
     "both": {"sessions": True, "routed_experts": True},
+    "images": {},
+    "screens": {"sessions": True},
 }
+WITH_IMAGES = ("images", "screens")
+SIDE, IMAGE_TOKENS = 448, 258
+"""Pixels of an image's side, and its tokens with the two around it."""
+SHOWN = 8
+"""Files of images, which are shown one after the other."""
 EXPERTS = (8, 4, 128)
 """Layers, choices of a token in each, and experts in each."""
 FIRST, LAST = 24, 88
 FIGURES = ("CPU µs", "sent", "received", "written")
+
+
+def _with_images(model: Path, folder: Path, vocabulary: int) -> Path:
+    """A folder with the files of a model's tokenizer, and the configuration of one with a vision tower."""
+    from engine.tokens.catalogue import resolve_model
+
+    shutil.copytree(model, folder)
+    tiny = resolve_model("tiny-qwen2_5-vl")
+    for name in ("preprocessor_config.json", "chat_template.jinja"):
+        shutil.copy(tiny / name, folder / name)
+    config = json.loads((tiny / "config.json").read_text())
+    config["vocab_size"] = config["text_config"]["vocab_size"] = vocabulary
+    (folder / "config.json").write_text(json.dumps(config))
+    for number in range(SHOWN):
+        noise = Image.effect_noise((14, 14), 40 + number).resize((SIDE, SIDE), Image.Resampling.NEAREST)
+        noise.convert("RGB").save(folder / f"{number}.png")
+    return folder
 
 
 def _with_experts(model: Path, folder: Path) -> Path:
@@ -61,11 +91,11 @@ def _with_experts(model: Path, folder: Path) -> Path:
 class Marks:
     """Counts the calls of the tool, one a turn, and notes the figures after the first turns and before the last."""
 
-    def __init__(self, fake: Fake) -> None:
-        self._fake, self._tool, self._calls = fake, subject.calculate, 0
+    def __init__(self, fake: Fake, images: list[str]) -> None:
+        self._fake, self._tool, self._calls, self._images = fake, subject.calculate, 0, images
         self.begin = self.end = (0.0, 0, 0, 0)
 
-    async def calculate(self, expression: str) -> str:
+    async def calculate(self, expression: str) -> str | ToolReply:
         self._calls += 1
         while self._calls < SAMPLES:  # no episode is at its first turn while another is counted  # noqa: ASYNC110
             await asyncio.sleep(0.001)
@@ -75,7 +105,11 @@ class Marks:
         elif self._calls == LAST * SAMPLES:
             spent, bytes_written, stats = time.process_time(), written(), self._fake.stats()
             self.end = spent, bytes_written, stats["bytes_in"], stats["bytes_out"]
-        return await self._tool(expression)
+        said = await self._tool(expression)
+        if not self._images:
+            return said
+        shown = self._images[self._calls % len(self._images)]
+        return ToolReply(content=[image_part(shown), TextPart(text=said)])
 
     calculate.__doc__ = subject.calculate.__doc__
 
@@ -85,13 +119,13 @@ def written() -> int:
     return int(Path("/proc/self/io").read_text().partition("wchar: ")[2].split()[0])
 
 
-def measure(fake: Fake, model: str, context: int, backend: dict[str, Any]) -> list[float]:
+def measure(fake: Fake, model: Path, context: int, backend: dict[str, Any]) -> list[float]:
     """CPU microseconds, and bytes sent, received and written, of a turn."""
-    engine, tool, marks = (
-        Engine(fake.url, model, LAST + 2, prompt=context, backend=backend),
-        subject.calculate,
-        Marks(fake),
-    )
+    files = sorted(map(str, model.glob("*.png")))
+    images = [files[number % len(files)] for number in range(context // 2 // IMAGE_TOKENS)] if files else []
+    text = context - IMAGE_TOKENS * len(images)
+    engine = Engine(fake.url, str(model), LAST + 2, prompt=text, images=images, backend=backend)
+    tool, marks = subject.calculate, Marks(fake, files)
     subject.calculate = marks.calculate
     try:
         asyncio.run(engine.run(SAMPLES, SAMPLES))
@@ -113,12 +147,16 @@ def main() -> None:
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
     workload = Workload.of(load_tokenizer(options.model), model=options.model)
     figures: dict[tuple[str, int], list[list[float]]] = {}
-    with tempfile.TemporaryDirectory() as folder, Fake(workload, experts=EXPERTS) as fake:
-        model = _with_experts(Path(options.model), Path(folder) / "model")
+    marker = workload.tokenizer.token_to_id("<|image_pad|>")
+    image = (marker, 28) if marker is not None else ()
+    with tempfile.TemporaryDirectory() as folder, Fake(workload, experts=EXPERTS, image=image) as fake:
+        model, seeing = _with_experts(Path(options.model), Path(folder) / "model"), Path(folder) / "seeing"
+        if set(options.subjects) & set(WITH_IMAGES):
+            _with_images(Path(options.model), seeing, workload.tokenizer.get_vocab_size())
         for _ in range(options.rounds):
             for context in options.contexts:
                 for name in options.subjects:
-                    row = measure(fake, str(model), context, SUBJECTS[name])
+                    row = measure(fake, seeing if name in WITH_IMAGES else model, context, SUBJECTS[name])
                     figures.setdefault((name, context), []).append(row)
     print("| | context | " + " | ".join(f"{figure} a turn" for figure in FIGURES) + " | / the first |")
     print("|---|---|" + "---|" * (len(FIGURES) + 1))

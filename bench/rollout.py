@@ -160,7 +160,13 @@ class Fake:
     """The fake server in a process of its own."""
 
     def __init__(
-        self, workload: Workload, *, latency: float = 0.0, slots: int = 0, experts: Sequence[int] = ()
+        self,
+        workload: Workload,
+        *,
+        latency: float = 0.0,
+        slots: int = 0,
+        experts: Sequence[int] = (),
+        image: Sequence[int] = (),
     ) -> None:
         self._folder = tempfile.TemporaryDirectory()
         path = Path(self._folder.name) / "reply.json"
@@ -170,6 +176,7 @@ class Fake:
         command = [sys.executable, str(script), "--reply", str(path), "--latency", str(latency), "--slots", str(slots)]
         command += ["--vocab", str(workload.tokenizer.get_vocab_size())]
         command += ["--experts", *map(str, experts)] if experts else []
+        command += ["--image", *map(str, image)] if image else []
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         cores = sorted(os.sched_getaffinity(0))
         if len(cores) > 1:

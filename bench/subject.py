@@ -14,6 +14,7 @@ import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -43,11 +44,19 @@ class Engine:
         model: A folder with a tokenizer, or a name of the catalogue.
         turns: Turns of an episode: it ends by the limit on them.
         prompt: How many tokens a prompt has, about.
+        images: Files of images that the prompt shows.
         backend: More keys of the spec's backend.
     """
 
     def __init__(
-        self, url: str, model: str, turns: int, *, prompt: int = 347, backend: dict[str, Any] | None = None
+        self,
+        url: str,
+        model: str,
+        turns: int,
+        *,
+        prompt: int = 347,
+        images: Sequence[str] = (),
+        backend: dict[str, Any] | None = None,
     ) -> None:
         self._backend = {"kind": "sglang", "urls": [url], **(backend or {})}
         self.stored = 0
@@ -57,11 +66,13 @@ class Engine:
         self._turns = turns
         rest = 260 if self._knows_tools() else 110  # the tool's schema, where the template shows it
         self._filler = PROBLEM.format(a=17, b=25, c=3) * max(0, (prompt - rest) // 24 + 1)
+        self._images = [{"type": "image", "image": path} for path in images]
         self._format: Any = None
 
     def _spec(self, tasks: int, concurrency: int, live: int | None) -> Path:
         import yaml
 
+        text = {"type": "text", "text": self._filler + "This is shop {{id}}."}
         spec = {
             "spec": "episode/v1",
             "name": "bench",
@@ -71,7 +82,7 @@ class Engine:
             "tasks": {"source": "inline", "rows": [{"id": f"t{n}"} for n in range(tasks)], "id": "id"},
             "prompt": [
                 {"role": "system", "content": QUESTION},
-                {"role": "user", "content": self._filler + "This is shop {{id}}."},
+                {"role": "user", "content": [*self._images, text] if self._images else text["text"]},
             ],
             "tools": [{"use": "subject:calculate"}],
             "machine": "tools",
@@ -137,7 +148,7 @@ class Engine:
         assert not result.faults, result.faults
         assert result.summary.outcomes == {"limit: assistant_turns": done}, result.summary.outcomes
         certificate = {"turns_checked": self._turns * done, "turns_unchecked": 0, "prompt_mismatches": 0}
-        assert backend.stats()["certificate"] == certificate
+        assert backend.stats()["certificate"] == certificate, backend.stats()
         return self._turns * done, spent, took
 
     def close(self) -> None:

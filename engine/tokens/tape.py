@@ -75,6 +75,7 @@ class Tape:
         "_ids",
         "_length",
         "_logprobs",
+        "_placed",
         "_placeholder",
         "_sampled",
         "_spans",
@@ -95,6 +96,8 @@ class Tape:
         self._placeholder = placeholder
         self.images: list[tuple[ProcessedImage, int]] = []
         """Its images in order, each with the position of its first token."""
+        self._placed: list[tuple[ImagePart, tuple[int, int]]] = []
+        """What `placed_images` gave of them."""
         self._ids: IntVector = np.empty(0, np.int32)
         self._length = 0
         self._view: IntVector | None = None
@@ -256,8 +259,9 @@ class Tape:
 
     def placed_images(self) -> tuple[list[ImagePart], list[tuple[int, int]]]:
         """Its images, in order, and the tokens [start, end) of each."""
-        spans = [(start, start + len(picture.ids)) for picture, start in self.images]
-        return [ImagePart(image=picture.digest) for picture, _ in self.images], spans
+        for picture, start in self.images[len(self._placed) :]:
+            self._placed.append((ImagePart(image=picture.digest), (start, start + len(picture.ids))))
+        return [part for part, _ in self._placed], [span for _, span in self._placed]
 
     def mark(self) -> tuple[int, int, int]:
         """The end of the tape, for `cut`: tokens, integers of spans, images."""
@@ -278,7 +282,7 @@ class Tape:
             raise ValueError("a turn was appended since then; sampled tokens are never removed")
         self._ids = self._ids[:length].copy()
         self._length, self._view = length, None
-        del self._spans[spans:], self.images[images:]
+        del self._spans[spans:], self.images[images:], self._placed[images:]
 
     def fork(self, end: int, reason: str) -> Tape:
         """A tape whose prompt is this tape's first `end` tokens. They are not trained there: each sampled token is

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections import Counter
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -43,12 +43,15 @@ class Session:
 
     Args:
         server: The server.
+        features: See `Sessions`.
     """
 
-    __slots__ = ("following", "id", "is_open", "prompt", "reply", "rid", "server", "tokens")
+    __slots__ = ("features", "following", "id", "is_open", "prompt", "reply", "rid", "server", "tokens")
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: Server, features: str) -> None:
         self.server = server
+        self.features = features
+        """See `Sessions`."""
         self.id = secrets.token_hex(12)
         self.is_open = False
         self.tokens = 0
@@ -73,9 +76,14 @@ class Session:
 
 
 class Sessions:
-    """The sessions of one backend, one for each long episode."""
+    """The sessions of one backend, one for each long episode.
 
-    def __init__(self) -> None:
+    Args:
+        features: Names the weights that compute the features of images. A server may keep those of a session's images.
+    """
+
+    def __init__(self, features: Callable[[], str] = str) -> None:
+        self._features = features
         self._of: dict[str, Session] = {}
         self._tasks: set[asyncio.Task[object]] = set()
         self._failed: Counter[Server] = Counter()
@@ -84,11 +92,11 @@ class Sessions:
     def session(self, request: GenerateRequest, server: Server, ids: np.ndarray) -> Session | None:
         """The session in which a request with these ids, int32 [tokens], is sent; None: it is sent in none, and one for
         the next is perhaps opened."""
-        if len(ids) < LEAST_TOKENS or request.images:
+        if len(ids) < LEAST_TOKENS:
             return None
         episode_id = request.episode_id
         session = self._of.get(episode_id)
-        if session is None or session.server is not server:
+        if session is None or session.server is not server or self._is_outdated(session, request):
             self.end(episode_id)
             if self._failed[server] < MOST_FAILED:
                 self._of[episode_id] = self._opening(server)
@@ -101,8 +109,16 @@ class Sessions:
             self._of[episode_id] = session = following
         if not session.is_open:
             return None
-        session.tokens += len(ids)
+        session.tokens += len(ids) // (4 if request.images else 1)  # to send all images again costs more than memory
         return session
+
+    def covers(self, request: GenerateRequest) -> int:
+        """How many ids of a request's prompt its session has."""
+        session = self._of.get(request.episode_id)
+        return 0 if session is None or self._is_outdated(session, request) else session.covers(request.input_ids)
+
+    def _is_outdated(self, session: Session, request: GenerateRequest) -> bool:
+        return bool(request.images) and session.features != self._features()
 
     def replied(self, sent: EncodedRequest, reply: np.ndarray) -> None:
         """A request in a session was answered: int32 [tokens]."""
@@ -135,7 +151,7 @@ class Sessions:
             task.cancel()
 
     def _opening(self, server: Server) -> Session:
-        session = Session(server)
+        session = Session(server, self._features())
         self._run(self._open(session))
         return session
 

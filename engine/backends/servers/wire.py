@@ -157,13 +157,13 @@ class RequestEncoder:
             BackendError: an id is outside the vocabulary (kind `bad_prompt`).
         """
         prompt = self._prompt(request.episode_id, ids)
-        sent, images = self._with_images(request, ids) if request.images else (prompt, b"")
         if in_session := 0 if session is None else session.covers(ids):
-            sent = prompt = (msgspec.json.encode(ids[in_session:].tolist())[1:-1],)
+            prompt = (text_of(ids[in_session:]),)
+        sent, images = self._with_images(request, ids, in_session) if request.images else (prompt, b"")
         if self._own_prefixes is not None:
             prefixes = f"{self._own_prefixes}{prefixes or ''}/{request.episode_id}"
         tail = self._tail % (
-            images if session is None else session.fields(in_session),
+            images if session is None else images + session.fields(in_session),
             b"" if request.experts_from is None else self._experts_fields % request.experts_from,
             b"" if prefixes is None else self._prefixes_field + msgspec.json.encode(prefixes),
             b"" if request.adapter is None else self._adapter_field + msgspec.json.encode(request.adapter),
@@ -184,8 +184,8 @@ class RequestEncoder:
             self._layout,
         )
 
-    def _with_images(self, request: GenerateRequest, ids: np.ndarray) -> tuple[tuple[bytes, ...], bytes]:
-        """The ids of a prompt with images as they are sent, and the fields with its images."""
+    def _with_images(self, request: GenerateRequest, ids: np.ndarray, start: int) -> tuple[tuple[bytes, ...], bytes]:
+        """The ids of a prompt with images from `start` on, as they are sent, and the fields with these images."""
         raise BackendError(
             f"{self.dialect.servers} takes no images with a prompt of token ids: use `backend: {{kind: sglang}}` or "
             "`{kind: local}`",
@@ -211,7 +211,7 @@ class RequestEncoder:
                     f"[0, {self.vocab_size}), and such an id can end the server",
                     kind="bad_prompt",
                 )
-            text = _longer(text, msgspec.json.encode(tail.tolist())[1:-1])
+            text = _longer(text, text_of(tail))
         self._remember(episode_id, ids.copy() if ids.flags.writeable else ids, text)
         return text
 
@@ -240,6 +240,11 @@ class RequestEncoder:
     def _dump(self, sampling: SamplingParams, request: GenerateRequest) -> bytes:
         fields = self.dialect.sampling_fields(sampling, request.stop_token_ids, request.banned_token_ids)
         return msgspec.json.encode(fields)[1:-1]
+
+
+def text_of(ids: np.ndarray) -> bytes:
+    """The JSON of ids, int32 [tokens], without the brackets."""
+    return msgspec.json.encode(ids.tolist())[1:-1]
 
 
 def begins_with(ids: np.ndarray, before: np.ndarray) -> bool:

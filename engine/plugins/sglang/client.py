@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from bisect import bisect_left
 from typing import TYPE_CHECKING, Any, Self
 
 import structlog
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from engine.backends.servers.checks import ServerFacts
     from engine.plugins.sglang.sample_prompt import ServerDifference
     from engine.spec.load import LoadedSpec
+    from engine.tokens.image_bank import ImageBank
     from engine.tokens.template import ChatTemplate
 
 log = structlog.get_logger(__name__)
@@ -53,7 +55,7 @@ class SGLangBackend(CheckedServers):
         self.control = Control(self.pool)
         self.weights: Control | FollowedWeights = self.control
         if self._spec.sessions:
-            self.sessions = Sessions()
+            self.sessions = Sessions(lambda: self.weights.features)
             self.at_close.append(self.sessions.close)
         self.dropped: list[str] = []
         """Parameters that the router drops."""
@@ -205,14 +207,17 @@ class SGLangBackend(CheckedServers):
             )
         if request.adapter is not None and request.adapter in self.control.adapters.unloaded:
             raise BackendError(f"the adapter {request.adapter!r} was unloaded", kind="bad_request")
-        return self._scale_images(request) if request.images else None
+        if not request.images or (vision := self._format.vision) is None:
+            return None
+        start = 0 if self.sessions is None else self.sessions.covers(request)
+        images = request.images[bisect_left(request.image_spans, (start, 0)) :]
+        unscaled = [image.image for image in images if not vision.bank.is_scaled(image.image)]
+        return self._scale_images(vision.bank, unscaled) if unscaled else None
 
-    async def _scale_images(self, request: GenerateRequest) -> None:
-        """Scale the images in a thread, so that the encoder finds them. Raises: ImageError: One cannot be sent
-        exactly."""
-        for image in request.images:
-            if (vision := self._format.vision) is not None and not vision.bank.is_scaled(image.image):
-                await asyncio.to_thread(vision.bank.scaled_uri, image.image)
+    async def _scale_images(self, bank: ImageBank, images: list[str]) -> None:
+        """Scale images in a thread, so that the encoder finds them. Raises: ImageError: One cannot be sent exactly."""
+        for image in images:
+            await asyncio.to_thread(bank.scaled_uri, image)
 
     def server_weights(self, version: int) -> ServerWeights:
         """See `Backend.server_weights`."""

@@ -32,8 +32,8 @@ class SGLangBackendSpec(ServersSpec):
     cached prefix, so that the first token of a reply, too, has the experts that it was sampled with."""
     sessions: bool = False
     """The servers keep the prompts of episodes of more than 8,192 tokens (SGLang's sessions), so that a turn sends its
-    new tokens alone. They hold up to 180 MB of memory (not of the GPU) for each such episode. Prompts with images are
-    sent whole. Not with `router`, nor with servers that run with `--dp-size`."""
+    new tokens and images alone. They hold up to 180 MB of memory (not of the GPU) for each such episode, more with
+    images. Not with `router`, nor with servers that run with `--dp-size`."""
 
     @model_validator(mode="after")
     def _sessions_without_router(self) -> SGLangBackendSpec:

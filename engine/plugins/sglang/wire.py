@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import zlib
+from bisect import bisect_left
 from collections.abc import Callable
 from functools import lru_cache
 from hashlib import sha256
@@ -16,7 +17,7 @@ import msgspec
 import numpy as np
 
 from engine.backends.servers.dialect import Dialect, ReplyFields
-from engine.backends.servers.wire import EncodedRequest, ReplyError, RequestEncoder
+from engine.backends.servers.wire import EncodedRequest, ReplyError, RequestEncoder, text_of
 from engine.errors import BackendError
 from engine.plugins.sglang.routing import routed_experts
 from engine.schemas.generation import GenerateRequest, VersionSpan
@@ -44,8 +45,9 @@ class Encoder(RequestEncoder):
         super().__init__(SGLANG, **options)
         self._vision, self._features = vision, features
 
-    def _with_images(self, request: GenerateRequest, ids: np.ndarray) -> tuple[tuple[bytes, ...], bytes]:
-        """The ids with one placeholder an image, which the server expands itself; `image_data` and `mm_hashes`."""
+    def _with_images(self, request: GenerateRequest, ids: np.ndarray, start: int) -> tuple[tuple[bytes, ...], bytes]:
+        """The ids from `start` on with one placeholder an image, which the server expands itself; `image_data` and
+        `mm_hashes`."""
         if self._vision is None or len(request.images) != len(request.image_spans):
             raise BackendError(
                 f"{len(request.images)} images for {len(request.image_spans)} places in the prompt, of a model that "
@@ -53,11 +55,17 @@ class Encoder(RequestEncoder):
                 kind="bad_prompt",
             )
         # A server leaves surplus images out without a word, and hangs on placeholders that are expanded already.
-        sent = self._prompt(f"{request.episode_id}{_COMPACT}", self._vision.compact(ids, request.image_spans))
-        uris = [b'"%b"' % self._vision.bank.scaled_uri(image.image).encode() for image in request.images]
+        first = bisect_left(request.image_spans, (start, 0))
+        spans = [(begin - start, end - start) for begin, end in request.image_spans[first:]]
+        compact = self._vision.compact(ids[start:], spans)
+        sent = (text_of(compact),) if start else self._prompt(f"{request.episode_id}{_COMPACT}", compact)
+        images = [image.image for image in request.images[first:]]
+        if not images:
+            return sent, b""
+        uris = [b'"%b"' % self._vision.bank.scaled_uri(image).encode() for image in images]
         if self._vision.family.kind in HASHED_BY_SERVER:
             return sent, b',"image_data":[%b]' % b",".join(uris)
-        names = [f"{image.image}{self._features()}".encode() for image in request.images]
+        names = [f"{image}{self._features()}".encode() for image in images]
         hashes = [b'"%b"' % sha256(name).hexdigest()[:16].encode() for name in names]
         return sent, b',"image_data":[%b],"mm_hashes":[%b]' % (b",".join(uris), b",".join(hashes))
 

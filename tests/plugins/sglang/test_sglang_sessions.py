@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,10 +18,15 @@ from generate_requests import generate_request
 from pydantic import ValidationError
 from sglang_cluster import OUTPUT, Cluster, changed, cluster
 from test_expert_routing import LAYOUT, experts
+from vision_code import FIRST, SECOND
 
 from engine.backends.servers import sessions
 from engine.errors import BackendError
 from engine.plugins.sglang.spec import SGLangBackendSpec
+from engine.schemas.model import ModelSpec
+from engine.tokens.images import digest_of
+from engine.tokens.loading import load_format
+from engine.tokens.tape import Tape
 from engine.tokens.template import ChatTemplate
 
 PROMPT = list(range(10, 30))
@@ -219,6 +225,37 @@ async def test_short_prompts_open_no_session(chat_format: ChatTemplate, monkeypa
     async with opened(chat_format) as it:
         await play(it, PROMPT, 3)
         assert it.fake.control == []
+
+
+async def test_an_image_is_sent_once_and_all_of_them_after_new_weights(vlm: Callable[[str], Path]) -> None:
+    form = load_format(ModelSpec(path=str(vlm("qwen2_5_vl"))), Path())
+    vision = form.vision
+    assert vision is not None
+    for data in (FIRST, SECOND):
+        vision.bank.put(digest_of(data), data, "image/png")
+    async with cluster(form, start=False, sessions=True) as it:
+        it.fake.image, it.fake.keep = (vision.marker_id, 28), True
+        await it.backend.start()
+        it.fake.calls.clear()
+        tape = Tape(placeholder=vision.placeholder_id)
+        marked = form.encode("<|vision_start|><|image_pad|><|vision_end|>")
+        turns: list[tuple[bytes, ...]] = [(), (FIRST,), (SECOND,), (), (FIRST, SECOND), (SECOND,), (), (FIRST,)]
+        for turn, shown in enumerate(turns):
+            text = [40] if turn else PROMPT
+            ids, placed = vision.expand(text + marked * len(shown), [digest_of(data) for data in shown])
+            tape.append("bridge" if turn else "prompt", ids, [(image.picture, image.start) for image in placed])
+            images, spans = tape.placed_images()
+            generation = await it.backend.generate(request(tape.ids, images=images, image_spans=spans, turn=turn))
+            assert generation.prompt_tokens == len(tape)
+            assert not generation.prompt_unchecked
+            tape.append_reply(generation, turn)
+            await settle(it)
+            if turn == 4:
+                await it.backend.control.update_weights_from_disk("weights", 1)
+        bodies = [json.loads(body) for body in it.fake.calls]
+        assert [len(body.get("image_data", [])) for body in bodies] == [0, 1, 1, 0, 2, 5, 5, 1]
+        assert [len(body.get("mm_hashes", [])) for body in bodies] == [0, 1, 1, 0, 2, 5, 5, 1]
+        assert bodies[4]["input_ids"] == [40, *marked * 2]
 
 
 def test_a_router_has_no_sessions() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 import subprocess
@@ -13,18 +14,24 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from generate_requests import generate_request
 from recompute import apart
 from safetensors.torch import load_file, save_file
 from test_policy_vision import open_policy
 from test_vision_wire import request
 from vision_code import FIRST, MACHINE, SECOND, THIRD
 
+from engine.backends.servers import sessions
+from engine.backends.servers.wire import EncodedRequest
 from engine.plugins.sglang.client import SGLangBackend
 from engine.plugins.sglang.spec import SGLangBackendSpec
-from engine.schemas.generation import SamplingParams
+from engine.plugins.sglang.wire import Encoder
+from engine.schemas.generation import GenerateRequest, SamplingParams
+from engine.schemas.message import ImagePart, Message, TextPart
 from engine.schemas.model import ModelSpec
 from engine.schemas.trajectory import ImageSpan
 from engine.store.rows.row import TrainingRow
+from engine.tokens.conversation import Conversation
 from engine.tokens.images import digest_of
 from engine.tokens.loading import load_format
 from engine.train.packing import pack_rows
@@ -181,3 +188,68 @@ async def test_features_of_an_image_are_its_own_and_of_the_newest_weights(
                 assert (abs(hashed["red"][0] - pushed["red"][0]) < 1e-4) == (weights == model)
         finally:
             await backend.close()
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+async def test_a_session_has_its_images_at_the_places_of_whole_prompts(
+    vlm: Callable[[str], Path],
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+    family: str,
+) -> None:
+    """Turns with no image, one and several; each is sent once."""
+    monkeypatch.setattr(sessions, "LEAST_TOKENS", 8)
+    model = vlm(family)
+    form = load_format(ModelSpec(path=str(model)), model)
+    assert form.vision is not None
+    for data in (FIRST, SECOND, THIRD):
+        form.vision.bank.put(digest_of(data), data, "image/png")
+    greedy = SamplingParams(temperature=0.0)
+    with serving(model, tmp_path_factory.mktemp("sglang")) as url:
+        one, other = (
+            SGLangBackend(SGLangBackendSpec(urls=[url], sessions=kept), form, sampling=greedy, model=str(model))
+            for kept in (True, False)
+        )
+        await asyncio.gather(one.start(), other.start())
+        assert one.sessions is not None
+        sent: list[tuple[int, int]] = []
+        encode = Encoder.encode
+
+        def counted(encoder: Encoder, asked: GenerateRequest, *args: Any, **options: Any) -> EncodedRequest:
+            made = encode(encoder, asked, *args, **options)
+            if encoder is one.encoder:
+                sent.append((made.in_session, b"".join(made.pieces).count(b"data:image")))
+            return made
+
+        monkeypatch.setattr(Encoder, "encode", counted)
+        conversation = Conversation(form, [])
+        ends = []
+        try:
+            for turn, shown in enumerate([(), (FIRST,), (SECOND, FIRST), (), (THIRD,), (), (SECOND,)]):
+                parts = [ImagePart(image=digest_of(data)) for data in shown]
+                said = Message(role="user", content=[*parts, TextPart(text="What is it?")])
+                (conversation.add if turn else conversation.open)([said])
+                ids, tape = conversation.prompt(), conversation.tape
+                assert tape is not None
+                images, spans = tape.placed_images()
+                asked = generate_request(
+                    ids,
+                    greedy,
+                    turn=turn,
+                    max_new_tokens=12,
+                    stop_token_ids=form.stop_token_ids,
+                    banned_token_ids=form.vision.banned,
+                    images=images,
+                    image_spans=spans,
+                )
+                await asyncio.gather(*one.sessions._tasks)
+                here, there = [await backend.generate(asked) for backend in (one, other)]
+                assert here.output_ids.tolist() == there.output_ids.tolist()
+                np.testing.assert_allclose(here.logprobs, there.logprobs, atol=1e-4)
+                assert (here.prompt_tokens, here.prompt_unchecked) == (len(ids), False)
+                conversation.reply(here, turn)
+                ends.append(len(ids) + len(here.output_ids))
+        finally:
+            await asyncio.gather(one.close(), other.close())
+    assert sent == [(0, 0), (0, 1), (ends[1], 2), (ends[2], 0), (ends[3], 1), (ends[4], 0), (ends[5], 1)]
+    assert one.stats()["attempts"] == 7
