@@ -44,11 +44,8 @@ def compare(
     with errors_exit(USAGE):
         one, other = (RunStore.open(find_run(_run(run), out=out), readonly=True) for run in (first, second))
         comparison = compare_runs(one, other)
-    if not comparison.tasks:
-        wrong_usage(
-            f"{one.run_id} and {other.run_id} have no finished task in common "
-            f"({len(comparison.changed)} of the same name differ); compare runs of the same tasks"
-        )
+    if comparison.nothing is not None:
+        wrong_usage(f"{one.run_id} and {other.run_id} cannot be compared: {comparison.nothing}")
     if json:
         document = {
             "first": comparison.first,

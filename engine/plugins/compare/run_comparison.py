@@ -8,7 +8,7 @@ found.spec                              # [SpecDifference(path="sampling.tempera
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from engine.plugins.evaluation.measures import MeasureDifference, Sample, by_task, collect, differences, few_tasks
@@ -71,6 +71,8 @@ class RunComparison(Struct, frozen=True, kw_only=True):
     warning: str | None
     """Set if there are too few tasks for reliable intervals."""
     spec: list[SpecDifference]
+    nothing: str | None = None
+    """Why no task could be compared, and what to do; None if some were."""
 
     @property
     def counts(self) -> dict[str, int]:
@@ -101,6 +103,29 @@ def compare_runs(first: RunReader, second: RunReader) -> RunComparison:
         masked=[masked_one.total(), masked_other.total()],
         warning="1 task: a difference has no interval" if len(tasks) == 1 else few_tasks(len(tasks)),
         spec=spec_differences(first, second),
+        nothing=None if tasks else _nothing((left, right), (masked_one.total(), masked_other.total()), changed),
+    )
+
+
+def _nothing(measured: Sequence[Collection[str]], masked: Sequence[int], changed: Sequence[str]) -> str:
+    """Say why two runs have no task to compare, given the measured tasks of each."""
+    for which, tasks, failed in zip(("first", "second"), measured, masked, strict=True):
+        if not tasks:
+            return (
+                f"all {failed} finished episodes of the {which} run have a failure that is not the policy's, and these "
+                "are not measured; mend the cause, and run it again"
+                if failed
+                else f"the {which} run has no finished episode yet; wait until one has ended"
+            )
+    first, second = (next(iter(tasks)) for tasks in measured)
+    if not changed:
+        return (
+            f"the runs have no task in common: the first has tasks like `{first}`, the second like `{second}`; compare "
+            "runs of the same tasks"
+        )
+    return (
+        f"all tasks of the same id have other fields in the second run, such as `{changed[0]}`; compare runs of the same "
+        "tasks, or give a task that changed another id"
     )
 
 

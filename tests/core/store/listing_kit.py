@@ -52,10 +52,12 @@ def ended(index: int, sample: int) -> Trajectory:
     return replace(made, outcome=whole, messages=messages, facts=facts, counts=counts)
 
 
-async def fill(store: RunStore, tasks: int = 6, samples: int = 2, *, of: Any = ended, first: int = 0) -> None:
-    """Write finished episodes."""
+async def fill(
+    store: RunStore, tasks: int = 6, samples: int = 2, *, of: Any = ended, first: int = 0, **fields: Any
+) -> None:
+    """Write finished episodes; `fields` replaces fields of the tasks."""
     for index in range(first, first + tasks):
-        task = make_task(index, level=LEVELS[index % 2], answer=str(index))
+        task = make_task(index, **{"level": LEVELS[index % 2], "answer": str(index)} | fields)
         for sample in range(samples):
             begun = await store.begin(task, sample)
             made = of(index, sample)

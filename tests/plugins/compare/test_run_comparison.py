@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from command_line import engine_here
 from listing_kit import ended, fill, new_run
+from store_kit import make_task
 
 from engine.plugins.compare.run_comparison import compare_runs
 from engine.plugins.evaluation.measures import by_task, collect, differences
@@ -67,3 +71,30 @@ def test_differences_of_specs_have_paths_and_both_values(runs: tuple[RunStore, R
         ("packages.torch", "2.0", "2.1"),
     ]
     assert list(compare_runs(runs[0], runs[0]).spec) == []
+
+
+async def begun(store: RunStore) -> None:
+    """A task that has not ended."""
+    await store.begin(make_task(0), 0)
+
+
+@pytest.mark.parametrize(
+    ("second", "told"),
+    [
+        (begun, "the second run has no finished episode yet"),
+        (lambda store: fill(store, 1, 2), "all 2 finished episodes of the second run have a failure"),
+        (lambda store: fill(store, 2, 1, first=7), "the first has tasks like `t1`, the second like `t7`"),
+        (lambda store: fill(store, 1, 1, first=1, answer="other"), "have other fields in the second run, such as `t1`"),
+    ],
+)
+def test_runs_in_which_nothing_can_be_compared_say_why(
+    runs: tuple[RunStore, RunStore], tmp_path: Path, second: Callable[[RunStore], Coroutine[Any, Any, None]], told: str
+) -> None:
+    with new_run(tmp_path) as store:
+        asyncio.run(second(store))
+        found = compare_runs(runs[0], store)
+    assert found.tasks == []
+    assert told in str(found.nothing)
+    code, _, problems = engine_here("compare", runs[0].folder, store.folder, cwd=tmp_path)
+    assert code == 2
+    assert told in " ".join(problems.split())

@@ -45,9 +45,8 @@ export async function comparePage(main, params, sources) {
   put(place,
     h("p", { class: "facts-line" }, h("span", { class: "badge good" }, `${many(found.counts.better, "task")} better`), h("span", { class: "badge bad" }, `${found.counts.worse} worse`),
       h("span", { class: "badge" }, `${found.counts.same} the same`), h("span", { class: "dim" }, `${many(found.tasks.length, "task")} paired${leftOut(found)}`), found.warning ? h("span", { class: "warn" }, found.warning) : null),
+    found.nothing ? h("p", { class: "why warn" }, `Nothing can be compared: ${found.nothing}.`) : null,
     spec.length ? table(["key", "first", "second"], spec, { caption: "Differences of the specs", rowheads: true }) : h("p", { class: "empty" }, "The specs are the same."),
-    pairTable(found, verdict("worse"), "Worse"),
-    pairTable(found, verdict("better").reverse(), "Better"),
-    measures(found));
+    found.nothing ? null : [pairTable(found, verdict("worse"), "Worse"), pairTable(found, verdict("better").reverse(), "Better"), measures(found)]);
   return { keys, title: "Compare two runs" };
 }
