@@ -124,8 +124,8 @@ def _nothing(measured: Sequence[Collection[str]], masked: Sequence[int], changed
             "runs of the same tasks"
         )
     return (
-        f"all tasks of the same id have other fields in the second run, such as `{changed[0]}`; compare runs of the same "
-        "tasks, or give a task that changed another id"
+        f"all tasks of the same id have other fields in the second run, such as `{changed[0]}`; compare runs of the "
+        "same tasks, or give a task that changed another id"
     )
 
 

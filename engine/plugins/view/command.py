@@ -14,8 +14,8 @@ from engine.terminal import echo
 if TYPE_CHECKING:
     from engine.plugins.show.listing.listing import Listing
 
-MOST_RUNS = 20
-"""Number of runs that are shown if none is named."""
+MOST_RUNS = 200
+"""Maximum number of runs and trainings that are shown if none is named."""
 
 
 @only_looks
@@ -24,8 +24,8 @@ def view(
         list[str] | None,
         typer.Argument(
             metavar="[RUN]…",
-            help="Folders or ids of runs and trainings, the beginning of an id, or `latest`. Default: the newest 20 of "
-            "--out.",
+            help="Folders or ids of runs and trainings, the beginning of an id, or `latest`. Default: the newest 200 "
+            "of --out, also those that begin later.",
         ),
     ] = None,
     browser: Annotated[bool, typer.Option("--open", help="Open the address in the browser.")] = False,
@@ -58,16 +58,19 @@ def view(
     with errors_exit(USAGE):
         if export is None and (filter or text):
             raise typer.BadParameter("--filter and --text belong to --export; in the app they are fields of the list")
-        paths = [find(run, out) for run in runs] if runs else _newest(out)
-        with Listing(paths) as listing:
+        with Listing([find(run, out) for run in runs or ()]) as listing:
+            if not runs:
+                _add_newest(listing, out)
             if export is not None:
                 _export(listing, export, filter, text, max_size)
             else:
-                _serve(listing, port, browser)
+                _serve(listing, None if runs else out, port, browser)
 
 
-def _serve(listing: Listing, port: int, browser: bool) -> None:
+def _serve(listing: Listing, out: Path | None, port: int, browser: bool) -> None:
     try:
+        from engine.plugins.view.documents import Documents
+        from engine.plugins.view.home import newest
         from engine.plugins.view.web import serve
     except ModuleNotFoundError as error:
         wrong_usage(f"`engine view` needs the package {error.name}: pip install 'episode-engine[view]'")
@@ -79,7 +82,7 @@ def _serve(listing: Listing, port: int, browser: bool) -> None:
 
             webbrowser.open(address)
 
-    serve(listing, port, ready)
+    serve(Documents(listing, lambda: newest(out, MOST_RUNS)[0] if out else ()), port, ready)
 
 
 def _export(listing: Listing, file: Path, filter: str | None, text: str | None, max_size: str) -> None:
@@ -96,30 +99,20 @@ def _export(listing: Listing, file: Path, filter: str | None, text: str | None, 
         echo(f"left out: {line}", err=True)
 
 
-def _newest(out: Path) -> list[Path]:
-    """Return the newest runs and trainings of a folder that can be read.
+def _add_newest(listing: Listing, out: Path) -> None:
+    """Add the newest runs and trainings of a folder that can be read.
 
     Raises:
         StoreError: there are none.
     """
-    from engine.errors import EngineError, StoreError
-    from engine.plugins.show.listing.sources import open_stores
-    from engine.store.find import list_runs
-    from engine.store.training import trainings
+    from engine.errors import StoreError
+    from engine.plugins.view.home import newest
 
-    folders = sorted({*list_runs(out), *trainings(out)}, key=lambda folder: folder.stat().st_mtime, reverse=True)
-    usable: list[Path] = []
-    problems: list[str] = []
-    for folder in folders[:MOST_RUNS]:
-        try:
-            open_stores([folder])
-            usable.append(folder)
-        except EngineError as error:
-            problems.append(str(error))
-    if len(folders) > MOST_RUNS:
-        problems.append(f"{len(folders) - MOST_RUNS} older runs in {out}; name those that are to be shown")
+    folders, older = newest(out, MOST_RUNS)
+    problems = listing.add(folders)
+    if older:
+        problems.append(f"{older} older runs in {out}; name those that are to be shown")
     for problem in problems:
         echo(f"not shown: {problem}", err=True)
-    if not usable:
+    if not listing.sources and not listing.trainings:
         raise StoreError(f"there are no runs in {out} that can be read; `engine run SPEC` makes one")
-    return usable

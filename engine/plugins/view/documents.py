@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, combinations, islice
 from pathlib import Path
 from threading import Event, Lock
@@ -27,6 +26,7 @@ from engine.plugins.compare.run_comparison import compare_runs
 from engine.plugins.show.listing.episode import common_start, episode_document
 from engine.plugins.show.listing.tokens import sampled_columns, texts_of, token_columns
 from engine.plugins.show.listing.training import Training
+from engine.plugins.view.home import Home
 from engine.plugins.view.metric_table import explained
 from engine.plugins.view.training_notes import banners, status_of
 from engine.store.rows.export import training_rows
@@ -45,7 +45,7 @@ Document = dict[str, Any] | list[Any]
 _SHOWN_IMAGES = frozenset({"image/png", "image/jpeg", "image/gif", "image/webp", "image/bmp"})
 """Media types that a browser draws and that hold no code."""
 _ENTRY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
-_FIRST = frozenset({"page", "episode"})
+_FIRST = frozenset({"page", "episode", "numbers"})
 """Documents that the page of an address shows first."""
 MOST_ROWS = 500
 """Maximum number of rows of one page."""
@@ -70,30 +70,45 @@ class Documents:
 
     Args:
         listing: The episodes.
+        look: Returns the folders of runs and trainings that belong into the list now.
     """
 
-    def __init__(self, listing: Listing) -> None:
+    def __init__(self, listing: Listing, look: Callable[[], Iterable[Path]] = tuple) -> None:
         self.listing = listing
+        self._home = Home(listing, look)
+        self._parts: dict[str, Listing] = {}
         self.answered = Event()
         """Set when the first part of the list, or the first episode, was answered."""
 
     def sources(self) -> Document:
         """Return the stores and trainings that are shown."""
+        self.listing.statuses()
         sources = self.listing.sources
         names = {source.key if source.training is None else Path(source.training).name for source in sources}
         return {
             "title": names.pop() if len(names) == 1 else f"{len(names)} runs",
-            "sources": [source.plain() for source in self._fresh()],
+            "sources": [source.plain() for source in sources],
             "trainings": [each.name for each in self._trainings()],
             "note": None,
         }
 
-    def _fresh(self) -> list[Any]:
-        """Return the sources with their status now."""
-        return [replace(source, status=self.listing.store(source.key).status) for source in self.listing.sources]
+    def runs(self) -> Document:
+        """Return the runs and trainings, newest first, without numbers."""
+        return self._home.entries()
+
+    def numbers(self, key: str) -> Document:
+        """Return the numbers of a run or training, by its key in `runs`."""
+        return self._home.numbers(key)
+
+    def _within(self, key: str) -> Listing:
+        """The episodes of a run or training; empty: all."""
+        if key and key not in self._parts:
+            self._parts[key] = self.listing.only(key)
+        return self._parts.get(key, self.listing)
 
     def page(
         self,
+        within: str = "",
         filter: str = "",
         text: str = "",
         sort: str = "order",
@@ -103,21 +118,30 @@ class Documents:
     ) -> Document:
         """Return a part of the list; see `Listing.page`."""
         size = min(_number("limit", limit), MOST_ROWS)
-        return self.listing.page(filter, text, sort, descending == "true", _number("offset", offset), size).plain()
+        return (
+            self._within(within).page(filter, text, sort, descending == "true", _number("offset", offset), size).plain()
+        )
 
-    def totals(self, filter: str = "", text: str = "") -> Document:
+    def totals(self, within: str = "", filter: str = "", text: str = "") -> Document:
         """Return counts and the mean reward of the list."""
-        return self.listing.totals(filter, text).plain()
+        return self._within(within).totals(filter, text).plain()
 
-    def causes(self, filter: str = "", text: str = "") -> Document:
+    def causes(self, within: str = "", filter: str = "", text: str = "") -> Document:
         """Return failures and limits with their counts."""
-        return [cause.plain() for cause in self.listing.causes(filter, text)]
+        return [cause.plain() for cause in self._within(within).causes(filter, text)]
 
     def neighbours(
-        self, run: str, episode: str, filter: str = "", text: str = "", sort: str = "order", descending: str = "false"
+        self,
+        run: str,
+        episode: str,
+        within: str = "",
+        filter: str = "",
+        text: str = "",
+        sort: str = "order",
+        descending: str = "false",
     ) -> Document:
         """Return the episodes before and after one in the list."""
-        return self.listing.neighbours(run, episode, filter, text, sort, descending == "true").plain()
+        return self._within(within).neighbours(run, episode, filter, text, sort, descending == "true").plain()
 
     def episode(self, run: str, id: str, attempt: str | None = None) -> Document:
         """Return one episode."""
@@ -177,7 +201,7 @@ class Documents:
 
     def _trainings(self) -> list[Path]:
         """Return the folders of the trainings of the list, sorted by name."""
-        return sorted({Path(source.training) for source in self.listing.sources if source.training is not None})
+        return self.listing.trainings
 
     def scenario(self, run: str, id: str) -> Document:
         """Return a scenario of a finished episode, which was played and passes. Imports the code that the run names,
@@ -190,14 +214,14 @@ class Documents:
             made = recorded_scenario(store, id)
         return {"name": made.name, "text": made.text, "notes": made.notes}
 
-    def rows(self, filter: str = "", text: str = "") -> Iterator[bytes]:
+    def rows(self, within: str = "", filter: str = "", text: str = "") -> Iterator[bytes]:
         """Yield the training rows of the chosen episodes as JSON lines.
 
         Raises:
             StoreError: the filter is not valid.
             EntryError: the run's credit method is code that may not be imported.
         """
-        keys = set(self.listing.keys(filter, text))
+        keys = set(self._within(within).keys(filter, text))
 
         def lines() -> Iterator[bytes]:
             for source in self.listing.sources:
@@ -255,6 +279,8 @@ class Documents:
 
 NAMES = (
     "sources",
+    "runs",
+    "numbers",
     "page",
     "totals",
     "causes",

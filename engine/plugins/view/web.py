@@ -36,8 +36,6 @@ from engine.plugins.view.documents import Documents
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-    from engine.plugins.show.listing.listing import Listing
-
 
 log = structlog.get_logger(__name__)
 
@@ -182,7 +180,7 @@ async def _rows(request: Request) -> Response:
     documents: Documents = request.app.state.documents
     query = request.query_params
     try:
-        lines = await run_in_threadpool(documents.rows, query.get("filter", ""), query.get("text", ""))
+        lines = await run_in_threadpool(documents.rows, *(query.get(name, "") for name in ("within", "filter", "text")))
     except EngineError as error:
         return _json({"error": str(error)}, 404)
     named = {"content-disposition": 'attachment; filename="rows.jsonl"'}
@@ -220,11 +218,11 @@ def bind(port: int) -> socket.socket:
     return place
 
 
-def serve(listing: Listing, port: int, ready: Callable[[str], None]) -> None:
-    """Show a list of episodes until the process is interrupted.
+def serve(documents: Documents, port: int, ready: Callable[[str], None]) -> None:
+    """Show documents until the process is interrupted.
 
     Args:
-        listing: The episodes.
+        documents: What is shown.
         port: The port; 0: a free one.
         ready: Called with the address, once requests are accepted.
 
@@ -233,7 +231,6 @@ def serve(listing: Listing, port: int, ready: Callable[[str], None]) -> None:
     """
     place, token = bind(port), secrets.token_urlsafe(24)
     address = f"http://127.0.0.1:{place.getsockname()[1]}/?token={token}"
-    documents = Documents(listing)
     config = uvicorn.Config(
         make_app(documents, token), log_level="warning", access_log=False, lifespan="off", server_header=False
     )

@@ -33,7 +33,7 @@ def app(runs: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> It
 @pytest.fixture
 def visitor(app: tuple[Any, str]) -> Iterator[Visitor]:
     """A visitor who begins at the list."""
-    found = Visitor(*app)
+    found = Visitor(app[0], app[1] + "#/list")
     found.page.locator("table.episodes").wait_for()
     yield found
     assert found.problems == []
@@ -124,7 +124,7 @@ def test_what_changed_between_two_runs(visitor: Visitor) -> None:
 
 @pytest.mark.parametrize(("scheme", "ground"), [("light", "rgb(251, 251, 250)"), ("dark", "rgb(22, 24, 27)")])
 def test_the_colours_follow_the_system(app: tuple[Any, str], scheme: str, ground: str) -> None:
-    visitor = Visitor(*app, color_scheme=scheme)
+    visitor = Visitor(app[0], app[1] + "#/list", color_scheme=scheme)
     visitor.page.wait_for_function("() => document.querySelector('.causes') !== null")
     assert visitor.page.evaluate("getComputedStyle(document.documentElement).backgroundColor") == ground
     visitor.keep(f"list-{scheme}")

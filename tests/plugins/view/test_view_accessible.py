@@ -44,6 +44,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Path], list[t
     training = asyncio.run(make_training(folder / "runs"))
     run = first.name
     return [first, second, training], [
+        ("home", {}),
         ("list", {}),
         ("group", {"run": run, "task": "desk-0"}),
         ("compare", {"first": run, "second": second.name}),

@@ -192,7 +192,7 @@ def test_a_file_shows_the_chosen_episodes_without_a_server(
 
 
 def test_the_keyboard_alone_goes_everywhere(browser: Any, app: str) -> None:
-    visitor = Visitor(browser, app)
+    visitor = Visitor(browser, app + "#/list")
     visitor.page.locator("table.episodes").wait_for()
     focused = "document.activeElement.textContent"
     for key, name in (("j", "desk-0/0"), ("j", "desk-0/1"), ("k", "desk-0/0")):
@@ -273,7 +273,7 @@ def test_a_key_leads_to_the_first_trained_token_whose_address_opens_it_again(
 
 
 def test_a_wrong_filter_says_what_is_wrong(browser: Any, app: str) -> None:
-    visitor = Visitor(browser, app)
+    visitor = Visitor(browser, app + "#/list")
     visitor.page.fill("input[name=filter]", "outcome.rewrd > 1")
     visitor.press("Enter")
     assert "reward" in visitor.text("p.error")
@@ -305,7 +305,7 @@ def test_an_episode_that_goes_on_grows_in_the_page(browser: Any, tmp_path: Path)
 
 
 def test_a_test_is_made_of_an_episode(browser: Any, app: str, runs: tuple[Path, Path]) -> None:
-    visitor = Visitor(browser, app)
+    visitor = Visitor(browser, app + "#/list")
     visitor.open("episode", run=runs[0].name, id="desk-0/1")
     visitor.click('button:has-text("Make a test")')
     told = visitor.text("dialog pre")
@@ -318,7 +318,7 @@ def test_a_test_is_made_of_an_episode(browser: Any, app: str, runs: tuple[Path, 
 
 
 def test_the_rows_of_the_list_are_downloaded(browser: Any, app: str, runs: tuple[Path, Path]) -> None:
-    visitor = Visitor(browser, app)
+    visitor = Visitor(browser, app + "#/list")
     visitor.open("list", filter='outcome.failure != "" && run.id == "' + runs[0].name + '"')
     with visitor.page.expect_download() as saved:
         visitor.click('a:has-text("Download the training rows")')

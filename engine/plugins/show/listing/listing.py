@@ -22,10 +22,12 @@ from tempfile import TemporaryDirectory
 from types import TracebackType
 from typing import Any
 
-from engine.errors import StoreError
+from msgspec.structs import replace
+
+from engine.errors import EngineError, StoreError
 from engine.plugins.show.listing.filters import FROM, LISTING_VARIABLES, Matching, choose, listed
 from engine.plugins.show.listing.rows import EPISODE, MADE, Cause, Neighbours, Page, Row, Totals, row_of
-from engine.plugins.show.listing.sources import Source, open_stores
+from engine.plugins.show.listing.sources import Source, is_training, open_stores, stores_of
 from engine.plugins.show.listing.training import sampled_tasks
 from engine.store.codec import damaged
 from engine.store.episode_filter import compile_filter
@@ -72,17 +74,19 @@ class Listing:
     """Episodes of stores. Methods may be called from several threads; they take turns.
 
     Args:
-        paths: Folders of runs and trainings, from `engine.plugins.show.listing.sources.find`.
+        paths: Folders of runs and trainings, from `engine.plugins.show.listing.sources.find`; none: an empty list.
+        stores: Stores that are open already.
 
     Raises:
-        StoreError: a store cannot be read, or there are none.
+        StoreError: a store cannot be read, or the folders have none.
     """
 
-    def __init__(self, paths: Iterable[Path | str]) -> None:
+    def __init__(self, paths: Iterable[Path | str], stores: Iterable[tuple[Source, RunReader]] = ()) -> None:
         self._lock = threading.RLock()
-        self._paths = list(paths)
-        self._stores: dict[int, tuple[Source, RunReader]] = {}
-        self._open_new()
+        self._paths = [Path(path).absolute() for path in paths]
+        self._stores = dict(enumerate(stores))
+        if self._paths:
+            self._open_new()
         self._folder = TemporaryDirectory(prefix="episode-engine-list-")
         self._side = str(Path(self._folder.name) / "list.db")
         with closing(sqlite3.connect(self._side)) as connection:
@@ -91,6 +95,7 @@ class Listing:
         self._state: tuple[Any, ...] | None = None
         self._counted: tuple[Matching | None, Any, Totals | None] = (None, None, None)
         self._steps: dict[int, Any] = {}
+        self._seen: dict[int, Any] = {}
 
     def close(self) -> None:
         """Remove the temporary file."""
@@ -108,6 +113,47 @@ class Listing:
     def sources(self) -> list[Source]:
         """The stores, in the order in which they were given; of a training that goes on, those of the newest query."""
         return [source for source, _ in self._stores.values()]
+
+    @property
+    def trainings(self) -> list[Path]:
+        """The folders of its trainings, sorted by name, also of those that have no episodes."""
+        given = (path for path in self._paths if is_training(path))
+        return sorted({*given, *(Path(source.training) for source in self.sources if source.training is not None)})
+
+    def add(self, paths: Iterable[Path]) -> list[str]:
+        """Add runs and trainings that are not in the list; return why others cannot be read."""
+        problems = []
+        with self._lock:
+            for path in (path.absolute() for path in paths if path.absolute() not in self._paths):
+                try:
+                    if not is_training(path) or stores_of(path):
+                        self._add(open_stores([path], self.sources))
+                    self._paths.append(path)
+                except EngineError as error:
+                    problems.append(str(error))
+        return problems
+
+    def only(self, name: str) -> Listing:
+        """Return the list of one store, named by its key, or of one training, named by its folder.
+
+        Raises:
+            StoreError: there is none.
+        """
+        with self._lock:
+            folder = next((folder for folder in self.trainings if folder.name == name), None)
+            if folder is None:
+                return Listing((), [self._stores[self._number(name)]])
+            return Listing([folder], [pair for pair in self._stores.values() if pair[0].training == str(folder)])
+
+    def statuses(self) -> dict[str, str]:
+        """The status of each store now, by its key. The file of one that has not changed is not read again."""
+        with self._lock:
+            for number, (source, store) in self._stores.items():
+                state = _states(store)
+                if self._seen.get(number) != state or source.status == "running":
+                    self._seen[number] = state
+                    self._stores[number] = replace(source, status=store.status), store
+            return {source.key: source.status for source in self.sources}
 
     def store(self, run: str) -> RunReader:
         """Return the store with a key of `sources`.
@@ -277,17 +323,21 @@ class Listing:
 
     def _open_new(self) -> None:
         """Open stores that are not open yet: a training that goes on makes one for each evaluation."""
-        for source, store in open_stores(self._paths, self.sources):
-            self._stores[len(self._stores)] = (source, store)
+        self._add(open_stores(self._paths, self.sources))
+
+    def _add(self, opened: Iterable[tuple[Source, RunReader]]) -> None:
+        for pair in opened:
+            self._stores[len(self._stores)] = pair
 
     def _refresh(self) -> tuple[Any, ...] | None:
         """Read what stores and trainings have since. Returns what is equal as long as nothing changes; None if that
         cannot be told yet."""
-        self._open_new()
+        if self._paths:
+            self._open_new()
         signatures: list[Any] = []
         for number, (source, store) in self._stores.items():
             store.refresh()
-            files = [_state(file) for file in (store.path, Path(f"{store.path}-wal"), *_logs(store.folder))]
+            files = [*_states(store), *map(_state, _logs(store.folder))]
             if source.training is not None and source.step is None:
                 file = Path(source.training) / BATCHES
                 files.append(_state(file))
@@ -297,7 +347,7 @@ class Listing:
                     with closing(sqlite3.connect(self._side)) as connection, connection:
                         connection.executemany("INSERT OR REPLACE INTO steps VALUES (?, ?, ?)", steps)
             signatures += files
-        newest = max(changed for _, changed in signatures)
+        newest = max((changed for _, changed in signatures), default=0)
         return tuple(signatures) if time.time_ns() - newest > _SETTLED else None
 
     def _choose(self, filter: str | None, text: str | None) -> Matching | None:
@@ -332,7 +382,7 @@ class Listing:
             "IS NULL AND \"limit\" IS NOT NULL), count(CASE WHEN e.status = 'done' THEN reward END), total(CASE "
             "WHEN e.status = 'done' THEN reward END) {}"
         )
-        counted = [sum(values) for values in zip(*chain(*self._each(query, matching)), strict=True)]
+        counted = [sum(values) for values in zip([0] * 7, *chain(*self._each(query, matching)), strict=True)]
         episodes, done, solved, failed, limited = map(int, counted[:5])
         reward = counted[6] / counted[5] if counted[5] else None
         totals = Totals(episodes=episodes, done=done, solved=solved, failed=failed, limited=limited, reward=reward)
@@ -413,6 +463,11 @@ class _Place:
 
     def __lt__(self, other: _Place) -> bool:
         return bool(other.value < self.value if self.descending else self.value < other.value)
+
+
+def _states(store: RunReader) -> list[tuple[int, int]]:
+    """Size and time of the store's files."""
+    return [_state(file) for file in (store.path, Path(f"{store.path}-wal"))]
 
 
 def _state(file: Path) -> tuple[int, int]:

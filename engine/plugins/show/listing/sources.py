@@ -61,7 +61,7 @@ def find(word: str | Path, out: Path | str = "runs") -> Path:
     there = trainings(Path(out))
     if str(word) == "latest":
         dated = [
-            (created, training) for training in there if _stores(training) and (created := _begun(training)) is not None
+            (created, folder) for folder in there if stores_of(folder) and (created := _begun(folder)) is not None
         ]
         if list_runs(out) or not dated:
             run = find_run("latest", out)
@@ -104,7 +104,7 @@ def _begun(training: Path) -> float | None:
         return None
 
 
-def _stores(training: Path) -> list[Path]:
+def stores_of(training: Path) -> list[Path]:
     """The stores of a training: its episodes, then its evaluations by step."""
     folders = [training / ROLLOUTS, *sorted((training / EVALUATIONS).glob("*"))]
     return [folder for folder in folders if (folder / RUN_FILE).is_file()]
@@ -126,7 +126,7 @@ def open_stores(paths: Iterable[Path | str], known: Collection[Source] = ()) -> 
     absolute = [Path(path).absolute() for path in paths]
     for path in absolute:
         training = path if is_training(path) else _training_of(path)
-        for folder in _stores(path) if is_training(path) else [path]:
+        for folder in stores_of(path) if is_training(path) else [path]:
             if str(folder) in folders:
                 continue
             store = RunStore.open(folder, readonly=True)
@@ -154,6 +154,6 @@ def open_stores(paths: Iterable[Path | str], known: Collection[Source] = ()) -> 
 def _training_of(run: Path) -> Path | None:
     """The training that a store belongs to; None if it is a run of its own."""
     for folder in (run.parent, run.parent.parent):
-        if is_training(folder) and run in _stores(folder):
+        if is_training(folder) and run in stores_of(folder):
             return folder
     return None

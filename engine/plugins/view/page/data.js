@@ -42,9 +42,9 @@ function said(row) {
   return row.said;
 }
 
-function offlineRows({ text, sort, descending }) {
+function offlineRows({ within, text, sort, descending }) {
   const wanted = (text || "").toLowerCase();
-  const rows = offline.rows.filter((row) => !wanted || said(row).includes(wanted));
+  const rows = offline.rows.filter((row) => (!within || row.run === within) && (!wanted || said(row).includes(wanted)));
   const of = sort && sort.startsWith("reward:") ? (row) => row.rewards[sort.slice(7)] : SORTS[sort || "order"];
   if (of) {
     const order = (a, b) => {

@@ -52,7 +52,7 @@ export async function groupPage(main, params, sources) {
       turnParts(episode, index));
   };
   put(main, 
-    h("nav", { class: "crumbs", "aria-label": "Position" }, h("a", { href: address("list") }, "Episodes"), " / task ", inline(group.task, 60)),
+    h("nav", { class: "crumbs", "aria-label": "Position" }, h("a", { href: address("list", { within: params.run }) }, "Episodes"), " / task ", inline(group.task, 60)),
     h("h1", {}, "Samples of ", inline(group.task, 80)),
     h("fieldset", { class: "samples" }, h("legend", {}, "Show samples"), group.samples.map((each) => h("label", {},
       h("input", { type: "checkbox", checked: chosen.includes(each.sample), onchange: () => toggle(each.sample) }), `${each.sample} `, badge(each), each.reward === null ? "" : h("span", { class: tone(each.reward) }, ` ${signed(each.reward)}`))),
@@ -65,7 +65,7 @@ export async function groupPage(main, params, sources) {
         episode.sample === base ? h("p", { class: "dim" }, "The others are compared with this one.") : parting(where(group, base, episode.sample), base))),
       Array.from({ length: turns }, (_, index) => episodes.map((episode) => cell(episode, index)))));
   const keys = [
-    ["u Escape", "Back to the list", () => go("list", {})],
+    ["u Escape", "Back to the list", () => go("list", { within: params.run })],
     ...numbers.slice(0, 9).map((sample) => [String(sample), `Show or hide sample ${sample}`, () => toggle(sample)]),
   ];
   return { keys, title: `Samples of ${group.task}` };

@@ -1,6 +1,6 @@
 // The list of episodes: filter in CEL, text search, causes of failures, sorting, pages.
 
-import { h, inline, integer, seconds, signed, table, tone } from "./dom.js";
+import { h, inline, integer, put, seconds, signed, table, tone } from "./dom.js";
 import { get, offline } from "./data.js";
 import { address, go, listParams } from "./route.js";
 
@@ -67,7 +67,7 @@ function search(params) {
   offline ? null : field("filter", "Filter", 'outcome.reward < 0.5 && turns.assistant > 3', "An expression in CEL"),
   field("text", "Said", "text in a message", "Text that was said in the episode"),
   h("button", { type: "submit" }, "Apply"),
-  params.filter || params.text ? h("a", { href: address("list", { sort: params.sort, descending: params.descending }), class: "clear" }, "Clear") : null);
+  params.filter || params.text ? h("a", { href: address("list", { within: params.within, sort: params.sort, descending: params.descending }), class: "clear" }, "Clear") : null);
 }
 
 function causeList(causes, params) {
@@ -93,17 +93,20 @@ function sum(totals) {
 
 export async function listPage(main, params, sources) {
   const number = Number(params.page || 0);
-  const query = { filter: params.filter, text: params.text };
+  const query = { within: params.within, filter: params.filter, text: params.text };
+  const scope = sources.sources.filter((each) => !params.within || each.key === params.within || each.training?.split("/").at(-1) === params.within);
   const ask = { ...query, sort: params.sort || "order", descending: params.descending === "true", offset: number * PAGE, limit: PAGE };
-  const several = sources.sources.length > 1;
-  const withSteps = sources.trainings.length > 0;
+  const several = scope.length > 1;
+  const withSteps = scope.some((each) => each.training);
   const causes = h("div", {});
   const totals = h("span", {}, "\u00a0");
   let timer = null;
 
   const place = h("div", { class: "list-body" });
   const form = search(params);
-  main.replaceChildren(h("h1", {}, "Episodes"), form, place);
+  put(main, params.within ? h("nav", { class: "crumbs", "aria-label": "Position" }, h("a", { href: address("home") }, "Runs"), " / ",
+    sources.trainings.includes(params.within) ? h("a", { href: address("training", { training: params.within }) }, "training") : "run") : null,
+  h("h1", {}, params.within ? inline(params.within, 80) : "Episodes"), form, place);
 
   const draw = async () => {
     const page = await get("page", ask);
@@ -151,7 +154,7 @@ export async function listPage(main, params, sources) {
   } catch (error) {
     place.replaceChildren(h("p", { class: "error", role: "alert" }, error.message));
   }
-  if (!offline && sources.sources.some((source) => source.status === "running")) timer = setTimeout(again, REFRESH);
+  if (!offline && scope.some((source) => source.status === "running")) timer = setTimeout(again, REFRESH);
 
   const move = (by) => {
     const links = [...place.querySelectorAll(".row-link")];
@@ -166,13 +169,14 @@ export async function listPage(main, params, sources) {
     ["p", "Previous page", () => place.querySelector("a[rel=prev]")?.click()],
     ["f", "Filter", () => form.querySelector("input[name=filter]")?.focus()],
     ["/", "Search what was said", () => form.querySelector("input[name=text]").focus()],
-    ...(several ? [["c", "Compare runs", () => go("compare", {})]] : []),
+    ...(sources.sources.length > 1 ? [["c", "Compare runs", () => go("compare", {})]] : []),
+    ...(offline ? [] : [["u Escape", "Back to the runs", () => go("home", {})]]),
   ];
-  return { keys, title: "Episodes", close: () => { clearTimeout(timer); timer = null; } };
+  return { keys, title: params.within || "Episodes", close: () => { clearTimeout(timer); timer = null; } };
 }
 
 function actions(params) {
   if (offline) return null;
-  const query = new URLSearchParams(Object.entries({ filter: params.filter, text: params.text }).filter(([, value]) => value));
+  const query = new URLSearchParams(Object.entries({ within: params.within, filter: params.filter, text: params.text }).filter(([, value]) => value));
   return h("p", { class: "actions" }, h("a", { href: `api/rows?${query}`, download: "rows.jsonl", class: "button" }, "Download the training rows of these episodes (JSON lines)"));
 }

@@ -2,7 +2,7 @@
 
 export function here() {
   const [path, query = ""] = location.hash.replace(/^#\/?/, "").split("?");
-  return { page: path || "list", params: Object.fromEntries(new URLSearchParams(query)) };
+  return { page: path, params: Object.fromEntries(new URLSearchParams(query)) };
 }
 
 export function address(page, params = {}) {
@@ -20,7 +20,7 @@ export function go(page, params, replace = false) {
   } else location.hash = target;
 }
 
-const LIST = ["filter", "text", "sort", "descending"];
+const LIST = ["within", "filter", "text", "sort", "descending"];
 
 export function listParams(params) {
   // What an episode's address keeps of the list that it was opened from.
