@@ -60,9 +60,7 @@ def find(word: str | Path, out: Path | str = "runs") -> Path:
             return place
     there = trainings(Path(out))
     if str(word) == "latest":
-        dated = [
-            (created, folder) for folder in there if stores_of(folder) and (created := _begun(folder)) is not None
-        ]
+        dated = [(created, folder) for folder in there if stores_of(folder) and (created := _begun(folder)) is not None]
         if list_runs(out) or not dated:
             run = find_run("latest", out)
             dated.append((_created(run), run))
