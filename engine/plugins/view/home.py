@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from engine.errors import StoreError, TrainError
 from engine.plugins.compare.run_success import success_of
 from engine.plugins.show.listing.training import Training
+from engine.plugins.view.training_notes import status_of
 from engine.store.find import list_runs
 from engine.store.lock import is_held
 from engine.store.training import ROLLOUTS, read_header, trainings
@@ -72,9 +73,8 @@ class Home:
         ]
         for folder in self._listing.trainings:
             with suppress(TrainError):  # its header is damaged
-                header = read_header(folder)
-                status = "running" if is_held(folder) else statuses.get(f"{folder.name}/{ROLLOUTS}", "done")
-                found.append(_entry(header, folder.name, status) | {"kind": "training"})
+                status = "running" if is_held(folder) else "done"
+                found.append(_entry(read_header(folder), folder.name, status) | {"kind": "training"})
         return sorted(found, key=lambda entry: entry["created"], reverse=True)
 
     def numbers(self, key: str) -> dict[str, Any]:
@@ -102,6 +102,7 @@ class Home:
         there = any(source.key == own for source in self._listing.sources)
         more = _numbers(self._listing.store(own)) if there else {}
         return more | {
+            "status": status_of(training),
             "steps": training.lines[-1]["step"] if training.lines else 0,
             "planned": training.planned,
             "curve": _thinned([value for _, value in curves[name]]) if name else [],

@@ -77,7 +77,8 @@ def test_a_training_has_its_steps_and_its_curve(out: Path) -> None:
     asked = documents(out)
     asked.answer("runs", {})
     found: Any = asked.answer("numbers", {"key": TRAINING})
-    assert (found["steps"], found["planned"], found["curve"], found["curve_of"]) == (2, 5, [0.5, 0.75], "reward/mean")
+    names = ("status", "steps", "planned", "curve", "curve_of")
+    assert [found[name] for name in names] == ["stopped", 2, 5, [0.5, 0.75], "reward/mean"]
     assert found["episodes"] == 12, "its evaluation is not counted"
     with pytest.raises(StoreError, match="there is no run `nothing`"):
         asked.answer("numbers", {"key": "nothing"})
@@ -96,7 +97,7 @@ def test_a_run_that_begins_later_and_a_training_without_episodes_appear(tmp_path
     found = asked.answer("runs", {})
     assert [(each["key"], each["status"]) for each in found] == [("late", "done"), ("tuned-train-1", "done")]
     assert asked.answer("numbers", {"key": "tuned-train-1"}) == {
-        "steps": 0, "planned": None, "curve": [], "curve_of": None,
+        "status": "done", "steps": 0, "planned": None, "curve": [], "curve_of": None,
     }  # fmt: skip
     assert asked.answer("training", {"training": "tuned-train-1"})["steps"] == []  # type: ignore[call-overload]
 

@@ -44,7 +44,7 @@ function outcomesCell(numbers) {
 const COLUMNS = [
   { key: "name", title: "name", always: true, of: (row) => row.name, cell: (row) => [h("a", { href: row.kind === "training" ? address("training", { training: row.key }) : address("list", { within: row.key }), class: "row-link" }, inline(row.name, 40)),
     row.kind === "run" ? null : h("span", { class: "badge" }, row.kind)] },
-  { key: "status", title: "state", of: (row) => row.status, cell: (row) => h("span", { class: "badge " + (STATES[row.status] || "plain") }, row.status) },
+  { key: "status", title: "state", of: (row) => row.status, cell: (row, numbers) => h("span", { class: "badge " + STATES[numbers.status || row.status] }, numbers.status || row.status) },
   { key: "success", counted: true, title: "success", number: true, of: (row, numbers) => numbers.success?.value, cell: (row, numbers) => successCell(numbers.success) },
   { key: "reward", counted: true, title: "mean reward", number: true, of: (row, numbers) => numbers.reward, cell: (row, numbers) => (numbers.reward === null || numbers.reward === undefined ? "" : h("span", { class: tone(numbers.reward) }, signed(numbers.reward))) },
   { key: "episodes", counted: true, title: "episodes", number: true, of: (row, numbers) => numbers.done, cell: (row, numbers) => (numbers.episodes === undefined ? "" : h("a", { href: address("list", { within: row.key }) }, numbers.done === numbers.episodes ? integer(numbers.done) : `${integer(numbers.done)} of ${integer(numbers.episodes)}`)) },

@@ -36,7 +36,7 @@ function evaluations(training) {
   if (!training.evaluations.length) return null;
   const measured = [...new Set(training.evaluations.flatMap((each) => Object.keys(each.metrics)))].slice(0, 8);
   return table(["evaluation", { text: "step", class: "number" }, ...measured.map((text) => ({ text: text.replace("eval/", ""), class: "number" })), "episodes"],
-    training.evaluations.map((each) => [inline(each.run, 60), integer(each.step), ...measured.map((name) => words(each.metrics[name])), h("a", { href: address("list", { filter: each.filter }) }, "episodes")]),
+    training.evaluations.map((each) => [inline(each.run, 60), integer(each.step), ...measured.map((name) => words(each.metrics[name])), h("a", { href: address("list", { within: training.training, filter: each.filter }) }, "episodes")]),
     { caption: "Evaluations", rowheads: true });
 }
 
@@ -46,7 +46,7 @@ function stepTable(training, chosen, params, all, showAll) {
   const rows = steps.map((at) => ({
     props: { class: at === Number(params.step) ? "hit-row" : "" },
     cells: [h("a", { href: address("training", { ...params, step: at }) }, `step ${at}`), ...values.map((each) => words(each.get(at))),
-      h("a", { href: address("list", { filter: ofStep(training.training, at) }) }, "episodes")],
+      h("a", { href: address("list", { within: training.training, filter: ofStep(training.training, at) }) }, "episodes")],
   }));
   return [table(["step", ...chosen.map((text) => ({ text, class: "number" })), "episodes"], rows, { caption: "Steps", rowheads: true }),
     steps.length < training.steps.length ? button(`Show all ${integer(training.steps.length)} steps`, showAll, { class: "more" }) : null];
@@ -92,7 +92,7 @@ export async function trainingPage(main, given, sources) {
       choice("Add a metric", { "": "add a metric…", ...Object.fromEntries(there.filter((each) => !chosen.includes(each)).map((each) => [each, each])) }, "", (each) => change({ metrics: [...chosen, each].join(",") })),
       choice("Axes", AXES, options.axes, (axes) => change({ axes: axes === "linear" ? null : axes })),
       choice("Smoothing", SMOOTHING, String(options.smooth), (smooth) => change({ smooth: smooth === "1" ? null : smooth }))),
-    step === null ? h("p", { class: "dim" }, "Choose a point or a step to see its episodes.") : h("p", { class: "why warn" }, `Step ${step}: `, h("a", { href: address("list", { filter: ofStep(name, step) }) }, "the episodes that it sampled")),
+    step === null ? h("p", { class: "dim" }, "Choose a point or a step to see its episodes.") : h("p", { class: "why warn" }, `Step ${step}: `, h("a", { href: address("list", { within: name, filter: ofStep(name, step) }) }, "the episodes that it sampled")),
     places.newest,
     h("div", { class: "charts" }, charts.map(({ name: each, place, note }) => h("section", { class: "chart" },
       h("h2", {}, each, " ", button("×", () => change({ metrics: chosen.filter((other) => other !== each).join(",") || "none" }), { class: "link", "aria-label": `Remove ${each}` })), place, note, meaning(explained(each))))),
@@ -133,6 +133,6 @@ export async function trainingPage(main, given, sources) {
     if (steps.length) change({ step: steps[Math.max(0, Math.min(steps.length - 1, steps.indexOf(step) + difference))] });
   };
   const keys = [["u Escape", "Back to the list", () => go("list", {})], ["j", "Next step", () => by(1)], ["k", "Previous step", () => by(-1)],
-    ["e", "Episodes of the step", () => step !== null && go("list", { filter: ofStep(name, step) })]];
+    ["e", "Episodes of the step", () => step !== null && go("list", { within: name, filter: ofStep(name, step) })]];
   return { keys, shown: drawCurves, title: names.length > 1 ? `${names.length} trainings` : `Training ${name}`, close: () => { clearTimeout(timer); timer = null; } };
 }
