@@ -35,6 +35,10 @@ class RunCounters:
     """Episodes finished since then."""
     finished_turns: int = 0
     """Assistant turns of these."""
+    finished_seconds: float = 0.0
+    """Sum of the times that these took."""
+    cut: int = 0
+    """Replies of these that a limit of tokens cut."""
     failures: Counter[str] = field(default_factory=Counter)
     """Number of these that failed, by kind and blame."""
     limits: Counter[str] = field(default_factory=Counter)
@@ -61,6 +65,8 @@ class RunCounters:
         outcome = trajectory.outcome
         self.finished += 1
         self.finished_turns += len(trajectory.turns)
+        self.finished_seconds += sum(trajectory.seconds.values())
+        self.cut += [turn.event for turn in trajectory.turns].count("truncated")
         if outcome.failure is not None:
             self.failures[f"{outcome.failure.kind} ({outcome.failure.blame})"] += 1
         elif outcome.limit is not None:
@@ -83,18 +89,20 @@ class RunCounters:
 
     @property
     def eta(self) -> float | None:
-        """Estimate the seconds until all episodes are finished; None before the first one is finished, and after the
-        last.
+        """Estimate the seconds until all episodes are finished; None while less than an eighth of those that began are,
+        and after the last.
 
-        The remaining turns are those of episodes of mean length, without the turns that running episodes have made;
-        each running episode has at least half a turn left. They take as long per turn as those so far.
+        An episode that has not begun takes as many turns as the finished ones, on average. These are the short ones
+        while many run: a running episode has at least half of all turns per finished episode left. At the end few turns
+        run side by side, so the time is at least half of that of a turn.
         """
         left = self.total - self.before - self.finished
-        if left <= 0 or not self.finished:
+        running = min(left, max(0, sum(self.states.values())))
+        if left <= 0 or 8 * self.finished < max(running, 1):
             return None
         if not self.finished_turns or not self.turns:
             return left * self.seconds / self.finished
-        running = max(0, sum(self.states.values()))
-        made = max(0, self.turns - self.finished_turns)
-        turns = max(left * self.finished_turns / self.finished - made, running / 2)
-        return turns / self.turns_per_second
+        mean = self.finished_turns / self.finished
+        made = self.turns - self.finished_turns
+        turns = (left - running) * mean + max(running * mean - made, running * self.turns / self.finished / 2)
+        return max(turns / self.turns_per_second, self.finished_seconds / self.finished_turns / 2)

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from engine.plugins.replay.rescore import Rescored
     from engine.runner.replay import Replayed
 
+_CHANGED = 10
+"""Number of changed episodes that `engine rescore` lists."""
+
 
 def replay(
     run: StoredRun,
@@ -155,9 +158,13 @@ def _report(console: Console, result: Rescored, folder: Path) -> None:
     failed = sum(result.failures.values())
     count = max(result.episodes, 1)
     console.print(
-        f"{result.episodes} episodes scored as `{result.label}`: {result.changed} changed, {failed} failed · "
+        f"{result.episodes} episodes scored as `{result.label}`: {len(result.changed)} changed, {failed} failed · "
         f"mean reward {result.before / count:+.3f} -> {result.after / count:+.3f}"
     )
+    for episode, before, after in sorted(result.changed, key=lambda entry: -abs(entry[2] - entry[1]))[:_CHANGED]:
+        console.print(f"  {episode}: reward {before:+.3f} -> {after:+.3f}")
+    if (more := len(result.changed) - _CHANGED) > 0:
+        console.print(f"  … and {more} more, whose rewards changed less")
     for kind, number in result.failures.most_common():
         console.print(f"  {kind}: {number}, such as {result.examples[kind]}")
     console.print(f"To show it: engine show {folder} --score {result.label}")

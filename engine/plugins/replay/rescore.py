@@ -38,8 +38,8 @@ class Rescored:
     """Number of episodes to which the rules could not be applied, by kind of failure."""
     examples: dict[str, str] = field(default_factory=dict)
     """The description of one such failure, by kind."""
-    changed: int = 0
-    """Number of episodes with a turn whose rewards have changed."""
+    changed: list[tuple[str, float, float]] = field(default_factory=list)
+    """The episodes with a turn whose rewards have changed: id, reward before and after."""
     before: float = 0.0
     """Sum of the episodes' rewards by the run's own rules; `after` is the sum by the new rules."""
     after: float = 0.0
@@ -49,7 +49,8 @@ class Rescored:
         self.episodes += 1
         self.before += stored.outcome.reward
         self.after += score.outcome.reward
-        self.changed += [turn.rewards for turn in stored.turns] != score.rewards
+        if [turn.rewards for turn in stored.turns] != score.rewards:
+            self.changed.append((stored.episode_id, stored.outcome.reward, score.outcome.reward))
         failure = score.outcome.failure
         if failure is not None and failure != stored.outcome.failure:
             self.failures[failure.kind] += 1

@@ -65,10 +65,10 @@ def test_the_line_has_remaining_time_failures_and_limits(clock: Clock) -> None:
     live.states.update({"GENERATING": 4})
     live.turns, live.tokens = 20, 400
     clock.now += 10
-    # 14 episodes of 3 turns are left, 8 of these turns are made: 34 turns at 2 turns/s
-    assert live.eta == 17.0
+    # 10 episodes of 3 turns have not begun; 4 have half of 5 turns left: 40 turns at 2 turns/s
+    assert live.eta == 20.0
     assert RunPanel(live, summary).line() == (
-        "4/20 episodes · 20 turns · 2.0 turns/s · 40 tokens/s · 17 s left · mean reward 0.500 · "
+        "4/20 episodes · 20 turns · 2.0 turns/s · 40 tokens/s · 20 s left · mean reward 0.500 · "
         "1 failed: tool_timeout (tool) 1 · ended by limits: assistant_turns 50% · GENERATING=4"
     )
     console = Console(file=io.StringIO(), width=120, record=True)
@@ -76,7 +76,7 @@ def test_the_line_has_remaining_time_failures_and_limits(clock: Clock) -> None:
     shown = console.export_text()
     for part in (
         "4/20 episodes",
-        "10 s · 17 s left",
+        "10 s · 20 s left",
         "2.0 turns/s",
         "tool_timeout (tool) 1",
         "assistant_turns 50%",
@@ -89,7 +89,9 @@ def test_the_line_has_remaining_time_failures_and_limits(clock: Clock) -> None:
     ("total", "turns", "made", "running", "eta"),
     [
         (4, [2, 2], 4, 2, 10.0),  # the two others are as long
-        (4, [2, 2], 8, 2, 1.25),  # they are longer: at least half a turn each
+        (4, [2, 2], 8, 2, 5.0),  # they are longer
+        (3, [1] * 2, 2, 1, 5.0),
+        (40, [2, 2], 40, 38, None),  # too few are finished
         (2, [2, 2], 4, 0, None),  # none is left
         (4, [], 3, 4, None),  # none is finished
         (4, [0, 0], 0, 2, 10.0),  # failed before their first turn
