@@ -235,6 +235,7 @@ def test_stored_rows_are_scored_with_other_rewards(rows_file: Path, model: Model
     )
     done = CliRunner().invoke(app, ["rescore", told["run"], "--spec", str(other)])
     assert "3 episodes scored as `late`: 2 changed, 0 failed" in done.output
+    assert "\n  a/0: reward +1.000 -> +0.750\n" in done.output
     with RunStore.open(told["run"], readonly=True) as store:
         scores = {trajectory.episode_id: trajectory.outcome for trajectory in store.trajectories("late")}
     assert {id_: (outcome.reward, outcome.trainable) for id_, outcome in scores.items()} == {
