@@ -208,8 +208,8 @@ async def _train(
 ) -> TrainResult:
     import asyncio
 
+    from engine.api.train_panel import TrainPanel, shown
     from engine.cli.exits import stop_on_signals
-    from engine.cli.train_panel import TrainPanel, shown
     from engine.train.setup import train_spec_of
     from engine.train.trainer import Trainer
 

@@ -7,7 +7,7 @@ import math
 
 from rich.console import Console
 
-from engine.cli.train_panel import TrainPanel, shown, spark
+from engine.api.train_panel import TrainPanel, shown, spark
 from engine.runner.counters import RunCounters
 
 VALUES = {
