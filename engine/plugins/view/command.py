@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from engine.cli.exits import USAGE, errors_exit, wrong_usage
-from engine.cli.options import Imports, Port, RunsFolder, only_looks
+from engine.cli.options import Imports, RunsFolder, only_looks
 from engine.terminal import echo
 
 if TYPE_CHECKING:
@@ -43,14 +43,23 @@ def view(
             metavar="SIZE", help="With --export: maximum size of the file; episodes that do not fit are left out."
         ),
     ] = "50MB",
-    port: Port = 0,
+    port: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            max=65535,
+            help="Port of 127.0.0.1. Default: one that follows from --out, so that links last; 0: a free one, with a "
+            "new token.",
+        ),
+    ] = None,
     out: RunsFolder = Path("runs"),
     imports: Imports = None,
 ) -> None:
     """Look at episodes in a browser: transcript, rewards and who moved them, tokens, branches, machine, timings.
 
-    The app is reachable from this machine alone, at an address with a random token. It only reads, also runs and
-    trainings that are still going on. Ctrl-C ends it.
+    The app is reachable from this machine alone, at an address with a token that only you can read. Links to its
+    pages have no token and last over restarts. It only reads, also runs and trainings that are still going on. Ctrl-C
+    ends it.
     """
     from engine.plugins.show.listing.listing import Listing
     from engine.plugins.show.listing.sources import find
@@ -64,13 +73,14 @@ def view(
             if export is not None:
                 _export(listing, export, filter, text, max_size)
             else:
-                _serve(listing, None if runs else out, port, browser)
+                _serve(listing, out, not runs, port, browser)
 
 
-def _serve(listing: Listing, out: Path | None, port: int, browser: bool) -> None:
+def _serve(listing: Listing, out: Path, all_runs: bool, port: int | None, browser: bool) -> None:
     try:
         from engine.plugins.view.documents import Documents
         from engine.plugins.view.home import newest
+        from engine.plugins.view.place import new_token, open_place, stored_token
         from engine.plugins.view.web import serve
     except ModuleNotFoundError as error:
         wrong_usage(f"`engine view` needs the package {error.name}: pip install 'episode-engine[view]'")
@@ -82,7 +92,8 @@ def _serve(listing: Listing, out: Path | None, port: int, browser: bool) -> None
 
             webbrowser.open(address)
 
-    serve(Documents(listing, lambda: newest(out, MOST_RUNS)[0] if out else ()), port, ready)
+    documents = Documents(listing, lambda: newest(out, MOST_RUNS)[0] if all_runs else (), out)
+    serve(documents, open_place(port, out), stored_token() if port != 0 else new_token(), ready)
 
 
 def _export(listing: Listing, file: Path, filter: str | None, text: str | None, max_size: str) -> None:

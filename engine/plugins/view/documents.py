@@ -45,6 +45,9 @@ Document = dict[str, Any] | list[Any]
 _SHOWN_IMAGES = frozenset({"image/png", "image/jpeg", "image/gif", "image/webp", "image/bmp"})
 """Media types that a browser draws and that hold no code."""
 _ENTRY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
+_RUN = re.compile(r"[A-Za-z0-9][\w.-]*")
+_NAMING = frozenset({"run", "within", "key", "training", "first", "second"})
+"""Parameters that name a run or training."""
 _FIRST = frozenset({"page", "episode", "numbers"})
 """Documents that the page of an address shows first."""
 MOST_ROWS = 500
@@ -71,10 +74,12 @@ class Documents:
     Args:
         listing: The episodes.
         look: Returns the folders of runs and trainings that belong into the list now.
+        out: A folder of runs and trainings, which are added to the list when an address names them.
     """
 
-    def __init__(self, listing: Listing, look: Callable[[], Iterable[Path]] = tuple) -> None:
+    def __init__(self, listing: Listing, look: Callable[[], Iterable[Path]] = tuple, out: Path | None = None) -> None:
         self.listing = listing
+        self._out = out
         self._home = Home(listing, look)
         self._parts: dict[str, Listing] = {}
         self.answered = Event()
@@ -254,6 +259,8 @@ class Documents:
         if name not in NAMES:
             raise StoreError(f"there is no document `{name}`; there are {', '.join(NAMES)}")
         method: Callable[..., Document] = getattr(self, name)
+        for key in _NAMING & parameters.keys():
+            self._open(parameters[key])
         try:
             found = method(**parameters)
             if name in _FIRST:
@@ -264,6 +271,13 @@ class Documents:
             if wrong is None:
                 raise
             raise StoreError(f"`{name}`: {wrong}") from error
+
+    def _open(self, key: str) -> None:
+        """Add the run or training of a key, if it is one of the folder: an older one, which a link names."""
+        name = key.partition("/")[0]
+        shown = {source.key.partition("/")[0] for source in self.listing.sources}
+        if self._out is not None and name not in shown and _RUN.fullmatch(name) and (self._out / name).is_dir():
+            self.listing.add([self._out / name])
 
     def image(self, run: str, digest: str) -> StoredImage:
         """Return an image of a run.

@@ -13,7 +13,6 @@ Invariants:
 from __future__ import annotations
 
 import hmac
-import secrets
 import socket
 from collections.abc import Callable
 from contextlib import suppress
@@ -29,7 +28,7 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from engine.errors import EngineError, StoreError
+from engine.errors import EngineError
 from engine.plugins.view import assets
 from engine.plugins.view.documents import Documents
 
@@ -39,6 +38,7 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger(__name__)
 
+_YEAR = 365 * 24 * 3600
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "[::1]"})
 _EMPTY_STYLE = "'sha256-47DEQpj8HBSa+/TImW+5JCeuQeRkm5NMpJWZG3hSuFU='"
 """Allows an empty element `style`, to which the chart library adds its rules."""
@@ -115,14 +115,16 @@ class Gate:
         given = request.query_params.get("token")
         if given is not None and request.url.path == "/" and self._right(given):
             entered = RedirectResponse("/", 303)
-            entered.set_cookie(_cookie(host), given, httponly=True, samesite="strict")
+            entered.set_cookie(_cookie(host), given, max_age=_YEAR, httponly=True, samesite="lax")
             return entered
         scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
         allowed = self._right(request.cookies.get(_cookie(host), "")) or (
             scheme.lower() == "bearer" and self._right(bearer)
         )
         if not allowed:
-            return _text("Open the address that `engine view` printed: it holds the token of this start.", 403)
+            return _text(
+                "Open the address that `engine view` printed: it holds the token, which the browser keeps.", 403
+            )
         if request.url.path.startswith("/api/") and request.headers.get("sec-fetch-site", "none") not in _OWN:
             return _text("Only the pages of this app may ask for documents.", 403)
         if request.method not in ("GET", "HEAD"):
@@ -202,34 +204,14 @@ _PATIENCE = 20.0
 """Seconds to wait for the first page before the tokenizer is loaded."""
 
 
-def bind(port: int) -> socket.socket:
-    """Return a socket on a port of 127.0.0.1; 0: a free one.
-
-    Raises:
-        StoreError: the port is in use, or not allowed.
-    """
-    place = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        place.bind(("127.0.0.1", port))
-    except OSError as error:
-        place.close()
-        raise StoreError(f"port {port} of 127.0.0.1: {error.strerror}; leave out --port to use a free one") from error
-    return place
-
-
-def serve(documents: Documents, port: int, ready: Callable[[str], None]) -> None:
+def serve(documents: Documents, place: socket.socket, token: str, ready: Callable[[str], None]) -> None:
     """Show documents until the process is interrupted.
 
     Args:
         documents: What is shown.
-        port: The port; 0: a free one.
+        place: The socket, and `token` what every request needs: from `engine.plugins.view.place`.
         ready: Called with the address, once requests are accepted.
-
-    Raises:
-        StoreError: the port cannot be used.
     """
-    place, token = bind(port), secrets.token_urlsafe(24)
     address = f"http://127.0.0.1:{place.getsockname()[1]}/?token={token}"
     config = uvicorn.Config(
         make_app(documents, token), log_level="warning", access_log=False, lifespan="off", server_header=False

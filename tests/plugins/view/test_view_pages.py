@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 from browser_kit import ENGINE, Visitor, aside, chromium, environment, served
@@ -235,6 +236,21 @@ def test_a_permalink_opens_the_episode_at_its_turn(browser: Any, app: str, runs:
     visitor.page.locator("#turn-2.selected").wait_for()
     assert "desk-1/0" in visitor.text("h1")
     visitor.page.locator("ol.seen").wait_for()
+
+
+def test_a_link_survives_a_restart_and_is_opened_from_another_site(browser: Any, runs: tuple[Path, Path]) -> None:
+    folder = runs[0].parents[1]
+    with served(runs[0], cwd=folder) as address:
+        visitor = Visitor(browser, address)
+        visitor.open("episode", run=runs[0].name, id="desk-1/0", turn=2)
+        link = visitor.page.url
+    assert "token" not in link
+    with served(runs[1], cwd=folder):  # of other runs, of the same folder
+        visitor.page.goto("data:text/html," + quote(f'<a href="{link.replace("&", "&amp;")}">of another site</a>'))
+        visitor.page.click("a")
+        visitor.settle()
+        visitor.page.locator("#turn-2.selected").wait_for()
+        assert visitor.text("h1") == "desk-1/0"
 
 
 def test_the_head_of_a_failed_episode_says_so_and_has_no_green_number(
