@@ -174,7 +174,7 @@ class Documents:
         Raises:
             StoreError: There is no such training in this list.
         """
-        folder = next((each for each in self._trainings() if each.name == training), None)
+        folder = next((folder for folder in self._trainings() if folder.name == training), None)
         if folder is None:
             raise StoreError(f"there is no training `{training}` in this list")
         shown = Training(folder)
@@ -262,10 +262,10 @@ class Documents:
         for key in _NAMING & parameters.keys():
             self._open(parameters[key])
         try:
-            found = method(**parameters)
+            document = method(**parameters)
             if name in _FIRST:
                 self.answered.set()
-            return found
+            return document
         except TypeError as error:
             wrong = _wrong_parameter(method, parameters)
             if wrong is None:
@@ -285,10 +285,10 @@ class Documents:
         Raises:
             StoreError: the run has no such image, or its media type is not one that is shown.
         """
-        found = self.listing.store(run).image(digest)
-        if found.mime not in _SHOWN_IMAGES:
-            raise StoreError(f"an image of type {found.mime} is not shown")
-        return found
+        image = self.listing.store(run).image(digest)
+        if image.mime not in _SHOWN_IMAGES:
+            raise StoreError(f"an image of type {image.mime} is not shown")
+        return image
 
 
 NAMES = (
