@@ -183,9 +183,9 @@ class SqlFilter:
         if b.type in _NUMBERS:
             # SQLite reads the last bit of a long number differently on some machines
             text = f"({a.sql} -> {a.path})"
-            apart = f"abs({value} - {b.sql}) > 1e-9 * (abs({value}) + abs({b.sql})) + 1e-300"
+            apart = f"abs({value} - {b.sql}) > 3e-9 * abs({b.sql}) + 1e-300"  # reads the value once
             exact = f"(length({text}) < 16 AND {text} NOT GLOB '*[eE]*')"
-            doubtful = f"CASE WHEN {exact} OR {apart} THEN {plain} END"
+            doubtful = f"CASE WHEN {apart} OR {exact} THEN {plain} END"
             cases |= {"integer": f"CASE WHEN typeof({value}) = 'integer' THEN {plain} ELSE {doubtful} END"}
             cases |= {"real": doubtful}
         elif b.type == "string":
@@ -282,6 +282,8 @@ class Matching:
     """The message for the first of them."""
     error: BaseException | None = field(default=None)
     """What stopped a function that SQLite called."""
+    conditions: dict[int, tuple[str, dict[str, Any]]] = field(default_factory=dict)
+    """By store: the condition that says what is chosen, and its parameters, where the table `chosen` is not needed."""
 
 
 @contextmanager
@@ -308,6 +310,29 @@ def listed(
         yield connection, {"source": number, "step": source.step}, contents
 
 
+def _filter_of(about: tuple[Source, RunReader], guard: Guard) -> tuple[SqlFilter, dict[str, dict[str, Any]]]:
+    """The condition of a filter in a store, and the values that are equal for all of its episodes."""
+    source, store = about
+    constants: dict[str, dict[str, Any]] = {"run": {"id": source.key, "evaluation": source.evaluation}}
+    if "limits" in guard.names:
+        constants["limits"] = dict(stored_limits(store))
+    return SqlFilter(guard.expression, constants), constants
+
+
+def _evaluated(names: frozenset[str]) -> str:
+    """The condition for the episodes for which a filter that reads these variables is evaluated."""
+    return "TRUE" if names <= {"task", "limits", "run", "episode"} else "e.status = 'done'"
+
+
+def condition_of(about: tuple[Source, RunReader], guard: Guard) -> tuple[str, dict[str, Any]] | None:
+    """The condition of a filter that reads columns alone, which is evaluated faster than what it chose is written down,
+    and its parameters. NULL: SQL cannot decide."""
+    in_sql, _ = _filter_of(about, guard)
+    if "json_" in in_sql.sql:
+        return None
+    return f"CASE WHEN {_evaluated(guard.names)} THEN {in_sql.sql} ELSE FALSE END", in_sql.parameters
+
+
 def choose(
     connection: sqlite3.Connection,
     parameters: Mapping[str, Any],
@@ -329,16 +354,11 @@ def choose(
     Raises:
         StoreError: the content of an episode cannot be read.
     """
-    source, store = about
-    names = guard.names if guard is not None else frozenset[str]()
-    done = "e.status = 'done'" if text or not names <= {"task", "limits", "run", "episode"} else "TRUE"
+    done = "e.status = 'done'" if text or guard is None else _evaluated(guard.names)
     condition = "TRUE"
     values = dict(parameters)
     if guard is not None:
-        constants: dict[str, dict[str, Any]] = {"run": {"id": source.key, "evaluation": source.evaluation}}
-        if "limits" in names:
-            constants["limits"] = dict(stored_limits(store))
-        in_sql = SqlFilter(guard.expression, constants)
+        in_sql, constants = _filter_of(about, guard)
         values |= in_sql.parameters
         condition = f"coalesce({in_sql.sql}, ask(e.number))"
         ask = _evaluator(connection, parameters, contents, matching, guard, constants)

@@ -25,7 +25,8 @@ from typing import Any
 from msgspec.structs import replace
 
 from engine.errors import EngineError, StoreError
-from engine.plugins.show.listing.filters import FROM, LISTING_VARIABLES, Matching, choose, listed
+from engine.machine.guards import Guard
+from engine.plugins.show.listing.filters import FROM, LISTING_VARIABLES, Matching, choose, condition_of, listed
 from engine.plugins.show.listing.rows import EPISODE, MADE, Cause, Neighbours, Page, Row, Totals, row_of
 from engine.plugins.show.listing.sources import Source, is_training, open_stores, stores_of
 from engine.plugins.show.listing.training import sampled_tasks
@@ -60,6 +61,11 @@ _SORTS: dict[str, list[str]] = {
 """The SQL of each sort key, before the order of tasks and samples. `reward:NAME` sorts by one reward."""
 SORTS = (*_SORTS, "reward:NAME")
 """The names that `Listing.page` can sort by."""
+_COUNTS = (
+    "SELECT count(*), total(e.status = 'done'), total(solved), total(failure IS NOT NULL), total(failure IS NULL AND "
+    "\"limit\" IS NOT NULL), count(CASE WHEN e.status = 'done' THEN reward END), total(CASE WHEN e.status = 'done' "
+    "THEN reward END), total(({decides}) IS NULL) {}"
+)
 _AT_ONCE = 4096
 """Rows of one query of `Listing._rows`."""
 _SETTLED = 2_000_000_000
@@ -360,6 +366,9 @@ class Listing:
         if self._chosen is None or state is None or self._chosen[0] != wanted:
             matching = Matching()
             self._chosen = None
+            if guard is not None and not text and self._counts_by_columns(matching, guard):
+                self._chosen = (wanted, matching)
+                return matching
             with closing(sqlite3.connect(self._side)) as connection, connection:
                 connection.execute("DELETE FROM chosen")
             for number, (source, store) in self._stores.items():
@@ -372,22 +381,32 @@ class Listing:
 
     # --- queries of each store ---
 
+    def _counts_by_columns(self, matching: Matching, guard: Guard) -> bool:
+        """Count what a filter chooses in the same pass that evaluates it, and write nothing down. False: SQL cannot
+        decide for each episode."""
+        for number, about in self._stores.items():
+            if (condition := condition_of(about, guard)) is None:
+                return False
+            matching.conditions[number] = condition
+        counted = self._count(matching)
+        if any(undecided for *_, undecided in counted):
+            matching.conditions.clear()
+            return False
+        self._counted = (matching, self._state, _totals_of(counted))
+        return True
+
     def _totals(self, matching: Matching | None) -> Totals:
         """The totals of what `_choose` returned; counted again when a store has changed."""
         of, state, totals = self._counted
         if totals is not None and of is matching and state is not None and state == self._state:
             return totals
-        query = (
-            "SELECT count(*), total(e.status = 'done'), total(solved), total(failure IS NOT NULL), total(failure "
-            "IS NULL AND \"limit\" IS NOT NULL), count(CASE WHEN e.status = 'done' THEN reward END), total(CASE "
-            "WHEN e.status = 'done' THEN reward END) {}"
-        )
-        counted = [sum(values) for values in zip([0] * 7, *chain(*self._each(query, matching)), strict=True)]
-        episodes, done, solved, failed, limited = map(int, counted[:5])
-        reward = counted[6] / counted[5] if counted[5] else None
-        totals = Totals(episodes=episodes, done=done, solved=solved, failed=failed, limited=limited, reward=reward)
+        totals = _totals_of(self._count(matching))
         self._counted = (matching, self._state, totals)
         return totals
+
+    def _count(self, matching: Matching | None) -> list[tuple[Any, ...]]:
+        """The sums of `_COUNTS` in each store, and the number of episodes for which SQL cannot decide."""
+        return list(chain(*self._each(_COUNTS, matching)))
 
     def _each(self, query: str, matching: Matching | None, **more: Any) -> list[Iterator[tuple[Any, ...]]]:
         """The rows of a query over the list, by store. `{}` stands for its tables and its condition."""
@@ -396,10 +415,15 @@ class Listing:
     def _of_store(
         self, number: int, query: str, matching: Matching | None, more: dict[str, Any]
     ) -> Iterator[tuple[Any, ...]]:
-        tables = "episodes e" if matching is None else "side.chosen c JOIN episodes e ON e.number = c.number"
-        condition = "TRUE" if matching is None else "c.source = :source"
+        tables, where, decides, values = "episodes e", "TRUE", "TRUE", dict[str, Any]()
+        if matching is not None and matching.conditions:
+            decides, values = matching.conditions[number]
+            where = f"({decides}) IS NOT FALSE"
+        elif matching is not None:
+            tables, where = "side.chosen c JOIN episodes e ON e.number = c.number", "c.source = :source"
+        of_list = f"{FROM.format(tables)} WHERE {where}"
         with listed(number, *self._stores[number], self._side) as (connection, parameters, _):
-            yield from connection.execute(query.format(f"{FROM.format(tables)} WHERE {condition}"), parameters | more)
+            yield from connection.execute(query.format(of_list, decides=decides), parameters | values | more)
 
     def _ordered(
         self, matching: Matching | None, sort: str, descending: bool, offset: int = 0, limit: int = -1
@@ -448,6 +472,14 @@ class Listing:
                         with decoding(store.path, "tasks"), damaged("the fields of a task"):
                             rows[source, row[0]] = row_of(about.key, row, live, contents.review_facts(row[1]).get(FACT))
         return [rows[key] for key in keys if key in rows]
+
+
+def _totals_of(counted: Iterable[tuple[Any, ...]]) -> Totals:
+    """The totals of a list, from `Listing._count`."""
+    *counts, reward, _ = (sum(values) for values in zip([0] * 8, *counted, strict=True))
+    episodes, done, solved, failed, limited, rewarded = map(int, counts)
+    mean = reward / rewarded if rewarded else None
+    return Totals(episodes=episodes, done=done, solved=solved, failed=failed, limited=limited, reward=mean)
 
 
 class _Place:
