@@ -139,7 +139,7 @@ def validate(
 @contextmanager
 def collections_paused() -> Iterator[None]:
     """What a short command imports lives until its end: looking for garbage in it costs a twentieth of `engine
-    validate`, and a tenth of `engine plan`."""
+    validate` and `engine show`, and a tenth of `engine plan`."""
     collects = gc.isenabled()
     gc.disable()
     try:

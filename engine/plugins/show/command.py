@@ -70,10 +70,12 @@ def show(
     reward of each turn, who moved which reward between turns, when and why, the facts, and the path through the
     machine.
     """
-    from engine.plugins.show.listing.sources import find
-    from engine.plugins.show.show_list import Selection, show_list
+    from engine.cli.validate.command import collections_paused
 
-    with errors_exit(USAGE):
+    with errors_exit(USAGE), collections_paused():
+        from engine.plugins.show.listing.sources import find
+        from engine.plugins.show.show_list import Selection, show_list
+
         folder = find(run, out)
         if episode is None:
             if tokens or attempt is not None:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import sqlite3
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -88,6 +89,34 @@ def test_a_filter_chooses_what_the_filter_of_export_chooses(run: Path, expressio
                 pass
     with Listing([run]) as listing:
         assert names(listing, expression) == chosen
+
+
+def by_columns(listing: Listing) -> bool:
+    """Whether what the newest filter chose is a condition, and not written down."""
+    assert listing._chosen is not None
+    return bool(listing._chosen[1].conditions)
+
+
+async def test_what_a_filter_over_columns_chooses_is_not_written_down(tmp_path: Path) -> None:
+    """Unless SQL cannot decide for an episode: one that has no reward, here."""
+    with new_run(tmp_path) as store:
+        await fill(store)
+    columns = "outcome.reward < 3.5 || turns.assistant > 1"
+    with Listing([store.folder]) as listing:
+        for sort, descending in product(("order", "reward"), (False, True)):
+            page = listing.page(columns, sort=sort, descending=descending, offset=1, limit=3)
+            assert by_columns(listing)
+            whole = names(listing, f'({columns}) && task.answer != ""', sort=sort, descending=descending)
+            assert not by_columns(listing)
+            assert page.total == len(whole)
+            assert [row.episode for row in page.rows] == whole[1:4]
+        high = names(listing, "outcome.reward >= 3.5")
+        assert listing.totals(columns) == listing.totals(f'({columns}) && task.answer != ""')
+    with closing(sqlite3.connect(store.folder / "run.db")) as connection, connection:
+        connection.execute("UPDATE episodes SET reward = NULL WHERE id = 't3/1'")
+    with Listing([store.folder]) as listing:
+        assert names(listing, "!(outcome.reward < 3.5)") == sorted({"t3/1", *high})
+        assert not by_columns(listing)
 
 
 @pytest.mark.parametrize(
