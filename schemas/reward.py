@@ -8,12 +8,43 @@ from pydantic import Field, model_validator
 
 from engine.schemas.base import Contract, Struct
 
-TurnAddress = Annotated[int, Field(ge=0)] | Literal["first", "second", "previous", "last", "all", "each"]
+
+class TurnChoice(Contract):
+    """The first or the last of the turns that were sampled in a state or ended with an event. Exactly one of the keys
+    is given.
+
+    RewardEvent(value=1.0, turn=TurnChoice(first="answered"))
+    RewardEvent(op="transfer", turn="last", to=TurnChoice(last="REVISING"), share=0.5)
+    """
+
+    first: str | None = Field(default=None, min_length=1)
+    """The name of the state or the event: the first turn of this kind."""
+    last: str | None = Field(default=None, min_length=1)
+    """The name of the state or the event: the newest turn of this kind."""
+
+    @model_validator(mode="after")
+    def _one(self) -> TurnChoice:
+        if (self.first is None) == (self.last is None):
+            raise ValueError("write one of `first` and `last`, with the name of a state or an event")
+        return self
+
+    @property
+    def name(self) -> str:
+        """The state or the event."""
+        return self.first or self.last or ""
+
+    def __str__(self) -> str:
+        return f"{{first: {self.first}}}" if self.first else f"{{last: {self.last}}}"
+
+
+TurnAddress = Annotated[int, Field(ge=0)] | Literal["first", "second", "previous", "last", "all", "each"] | TurnChoice
 """Which assistant turns are meant, counted when the event is written.
 
 An integer counts from 0. `last` is the newest turn, `previous` the one before it. `all` means
 every turn so far, and splits a value equally between them; `each` means every turn too, and gives
 each one the whole value, times `discount` to the power of its distance from the last turn.
+`{first: NAME}` and `{last: NAME}` mean one of the turns that were sampled in the state NAME, or
+ended with the event NAME: `{first: answered}`.
 """
 
 

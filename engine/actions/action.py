@@ -155,7 +155,7 @@ def post_rewards(episode: Episode, rewards: list[Any], source: str, blames: Mapp
     written = 0
     for event in rewards:
         named = event if event.source else event.model_copy(update={"source": source})
-        written += len(episode.ledger.post(named, episode.turn, episode.locate, blames))
+        written += len(episode.ledger.post(named, episode.turn, episode, blames))
         if written > MAX_POSTINGS:
             raise LedgerError(
                 f"{source}: the rewards of one answer touch turns {written} times; at most {MAX_POSTINGS} are allowed: "

@@ -209,6 +209,7 @@ class GenerateAction(Action):
         episode.counts.sampled_tokens += episode.reply.tokens
         event = _event(episode.reply)
         place = episode.conversation.turns[-1]
+        episode.sampled_in += [episode.state]
         episode.turns.append(
             Turn(
                 index=episode.turn,

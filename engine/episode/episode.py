@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from engine.rewards.ledger import Rules
     from engine.schemas.episode import EpisodeSpec
     from engine.schemas.journal import JournalEntry, Record
-    from engine.schemas.reward import PartAddress
+    from engine.schemas.reward import PartAddress, TurnChoice
     from engine.tokens.conversation import Conversation
 
 log = structlog.get_logger(__name__)
@@ -126,6 +126,7 @@ class Episode:
         "performed",
         "reply",
         "sample_index",
+        "sampled_in",
         "sampling",
         "seconds",
         "seed",
@@ -159,6 +160,8 @@ class Episode:
         self.reply: NewestReply = NO_REPLY
         self.turns: list[Turn] = []
         """Turns so far, without rewards, which are known only at the end."""
+        self.sampled_in: list[str] = []
+        """The state in which each turn was sampled."""
         self.facts: dict[str, Any] = {}
         self.feedback: dict[str, Any] = _NO_FEEDBACK
         self.path: list[tuple[str, str, str]] = []
@@ -225,6 +228,12 @@ class Episode:
     def guard_values(self, names: frozenset[str]) -> dict[str, Any]:
         """Build the guard variables among `names`, and no others."""
         return {name: _VARIABLES[name](self) for name in names if name in _VARIABLES}
+
+    def find(self, choice: TurnChoice) -> int | None:
+        """Find the first or the last turn of a state or an event; None if there is none yet."""
+        turns = zip(self.turns, self.sampled_in, strict=True)
+        matching = [turn.index for turn, state in turns if choice.name in (state, turn.event)]
+        return matching[0 if choice.first else -1] if matching else None
 
     def locate(self, turn: int, part: PartAddress) -> TurnPart:
         """Find the tokens of a part of a turn: a call, a text, or a range of tokens. Raises LedgerError if it has no

@@ -8,7 +8,7 @@ whole or not at all.
 
 - What a turn holds is computed from its postings. Sums are exact, and a transfer is pairs of postings, -x and +x of the
   same x.
-- Addresses are resolved when an event is written: `last` is the newest turn at that time.
+- Addresses are resolved when an event is written: `last` is the newest turn at that time. Postings have the numbers.
 - A reward of a part of a turn is in an account of its own, and in the sum of the turn. An event for the whole turn
   leaves it alone, except `set`, which replaces all that the turn holds under the name.
 - Rules are applied in the order in which they are written, and each sees the effects of the earlier ones. One that
@@ -18,13 +18,13 @@ whole or not at all.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from engine.errors import GuardError, LedgerError
 from engine.machine.guards import Guard
 from engine.rewards.sealed import PartReward, SealedLedger, TurnPart, frozen
-from engine.schemas.reward import PartAddress, Posting, RewardChange, RewardEvent, TurnAddress
+from engine.schemas.reward import PartAddress, Posting, RewardChange, RewardEvent, TurnAddress, TurnChoice
 
 if TYPE_CHECKING:
     from engine.schemas.credit import ReassignRule
@@ -52,8 +52,12 @@ def blame_of(source: str, blames: Mapping[str, Blame] = OWN_BLAMES) -> Blame:
     return blames.get(name) or OWN_BLAMES.get(name, "spec")
 
 
-Locate = Callable[[int, PartAddress], TurnPart]
-"""Finds the tokens of a part of a turn. Raises LedgerError if the turn has no such part."""
+class Turns(Protocol):
+    """The turns to which rewards are addressed: an episode."""
+
+    def find(self, choice: TurnChoice) -> int | None: ...  # None: there is no such turn yet
+    def locate(self, turn: int, part: PartAddress) -> TurnPart: ...  # LedgerError: the turn has no such part
+
 
 _Place = tuple[int, str, TurnPart | None]
 """(turn, name, part): where an account is; part None is the turn as a whole."""
@@ -103,7 +107,7 @@ class Ledger:
         self,
         event: RewardEvent,
         at_turn: int,
-        locate: Locate | None = None,
+        among: Turns | None = None,
         blames: Mapping[str, Blame] = OWN_BLAMES,
     ) -> list[Posting]:
         """Apply an event. Returns its postings: one for each turn and name; for a transfer, pairs for each payer,
@@ -112,7 +116,7 @@ class Ledger:
         Args:
             event: The amount to add, set or transfer.
             at_turn: The newest assistant turn, from 0; -1 before the first.
-            locate: Finds the tokens of a part of a turn, for events that address one.
+            among: Finds turns by state or event, and the tokens of a part of a turn, for events that address them.
             blames: See `blame_of`.
 
         Raises:
@@ -123,27 +127,27 @@ class Ledger:
                 raise LedgerError(
                     "the ledger is sealed: the episode is over. Write rewards before or in the final state"
                 )
-            changes = (self._transfers if event.op == "transfer" else self._writes)(event, at_turn, locate)
+            changes = (self._transfers if event.op == "transfer" else self._writes)(event, at_turn, among)
             return self._write(changes, event, at_turn)
         except LedgerError as error:
             who = event.source or "a reward event"
             raise LedgerError(f"{who}: {error}", blame=blame_of(event.source, blames)) from None
 
-    def _writes(self, event: RewardEvent, at_turn: int, locate: Locate | None) -> list[tuple[_Place, float]]:
+    def _writes(self, event: RewardEvent, at_turn: int, among: Turns | None) -> list[tuple[_Place, float]]:
         """`add` and `set`: each place with the amount to add, or the new amount."""
         name = REWARD if event.name is None else event.name
         assert event.value is not None  # RewardEvent holds to it
-        turns = resolve_address(event.turn, at_turn, event.discount)
-        part = _resolve_part(event.part, turns[0][0], locate)
+        turns = resolve_address(event.turn, at_turn, event.discount, among)
+        part = _resolve_part(event.part, turns[0][0], among)
         return [((turn, name, part), event.value * weight) for turn, weight in turns]
 
-    def _transfers(self, event: RewardEvent, at_turn: int, locate: Locate | None) -> list[tuple[_Place, float]]:
+    def _transfers(self, event: RewardEvent, at_turn: int, among: Turns | None) -> list[tuple[_Place, float]]:
         """`transfer`: from each payer to each receiver, in pairs whose sum is 0."""
         assert event.to is not None  # RewardEvent holds to it
-        payers = resolve_address(event.turn, at_turn, event.discount)
-        receivers = resolve_address(event.to, at_turn, event.discount)
-        paying = _resolve_part(event.part, payers[0][0], locate)
-        receiving = _resolve_part(event.to_part, receivers[0][0], locate)
+        payers = resolve_address(event.turn, at_turn, event.discount, among)
+        receivers = resolve_address(event.to, at_turn, event.discount, among)
+        paying = _resolve_part(event.part, payers[0][0], among)
+        receiving = _resolve_part(event.to_part, receivers[0][0], among)
         if paying == receiving and [turn for turn, _ in payers] == [turn for turn, _ in receivers] and len(payers) == 1:
             turn = payers[0][0]
             raise LedgerError(f"a transfer from turn {turn} to itself (`{event.turn}` to `{event.to}`); name two turns")
@@ -321,7 +325,7 @@ class Ledger:
         )
 
 
-class RuleTarget(Protocol):
+class RuleTarget(Turns, Protocol):
     """What rules read and write: an episode."""
 
     state: str
@@ -330,7 +334,6 @@ class RuleTarget(Protocol):
     ledger: Ledger
 
     def guard_values(self, names: frozenset[str]) -> Mapping[str, Any]: ...  # as they are after the earlier rules
-    def locate(self, turn: int, part: PartAddress) -> TurnPart: ...
 
 
 class Rules:
@@ -364,7 +367,7 @@ class Rules:
         for where, guard, event in self._at.get(target.state, ()):
             try:
                 if guard is None or guard.evaluate(target.guard_values(guard.names)):
-                    postings += target.ledger.post(event, target.turn, target.locate)
+                    postings += target.ledger.post(event, target.turn, target)
             except GuardError as error:
                 raise GuardError(f"{where}: {error}") from error
             except LedgerError as error:
@@ -384,7 +387,9 @@ def _plus(partials: Partials, delta: float) -> Partials:
     return (*after, delta) if delta or not after else tuple(after)
 
 
-def resolve_address(address: TurnAddress, at_turn: int, discount: float = 1.0) -> list[tuple[int, float]]:
+def resolve_address(
+    address: TurnAddress, at_turn: int, discount: float = 1.0, among: Turns | None = None
+) -> list[tuple[int, float]]:
     """The turns of an address with their weights, oldest first, where `at_turn` is the newest turn.
 
     The weight is 1 for a single turn, 1 / turns for `all`, `discount ** distance` from the newest for `each`.
@@ -401,12 +406,17 @@ def resolve_address(address: TurnAddress, at_turn: int, discount: float = 1.0) -
         except OverflowError:
             message = f"`discount: {discount}` to the power of {at_turn} is not finite; use a smaller one"
             raise LedgerError(message) from None
+    elif isinstance(address, TurnChoice):
+        chosen = None if among is None else among.find(address)
+        weights = [] if chosen is None else [(chosen, 1.0)]
     else:
         named = {"first": 0, "second": 1, "previous": at_turn - 1, "last": at_turn}
         turn = address if isinstance(address, int) else named[address]
         weights = [(turn, 1.0)] if 0 <= turn < turns else []
     if not weights:
         there = "no turn yet" if turns == 0 else "only turn 0" if turns == 1 else f"only turns 0 to {at_turn}"
+        if isinstance(address, TurnChoice) and turns:
+            there = f"none was sampled in or ended with `{address.name}`"
         raise LedgerError(
             f"there is no turn `{address}`: {there}. "
             "Write to a turn that is there, or let the rule wait (`when: turns.assistant > 1`)"
@@ -414,13 +424,13 @@ def resolve_address(address: TurnAddress, at_turn: int, discount: float = 1.0) -
     return weights
 
 
-def _resolve_part(address: PartAddress | None, turn: int, locate: Locate | None) -> TurnPart | None:
+def _resolve_part(address: PartAddress | None, turn: int, among: Turns | None) -> TurnPart | None:
     """The tokens of a part of a turn; None for the turn as a whole."""
     if address is None:
         return None
-    if locate is None:
+    if among is None:
         raise LedgerError("a part of a turn was addressed, and the tokens of the turn are not known here")
-    return locate(turn, address)
+    return among.locate(turn, address)
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
+from engine.actions.facts import ACTIONS
 from engine.schemas.credit import ReassignRule
-from engine.schemas.reward import RewardEvent, TurnAddress
+from engine.schemas.limits import ALWAYS, OVERFLOW
+from engine.schemas.reward import RewardEvent, TurnAddress, TurnChoice
 from engine.schemas.train import OVERLONG_PENALTY, OverlongPenalty
 from engine.spec.added import spec_facts
 from engine.spec.text.diagnostic import DataPath
 from engine.spec.text.near import nearest_name
 from engine.validate.code.source import Def, last_name
 from engine.validate.code.written_names import WrittenNames, code_names, names_of_plugins, written_names
-from engine.validate.context import CheckContext
-from engine.validate.explore import Place
+from engine.validate.context import CheckContext, nearest
+from engine.validate.explore import START, TURNS, Place
 from engine.validate.registry import Finding, rule
 from engine.validate.worst_case import count_bound
 
@@ -29,31 +31,88 @@ def _rules(ctx: CheckContext) -> Iterator[tuple[DataPath, ReassignRule]]:
             yield ("rewards", "reassign", index), item
 
 
-def _turns_needed(address: TurnAddress | None) -> int:
+class _Moment(NamedTuple):
+    """What is known when a rule may apply."""
+
+    turns: int
+    """The turns of the model so far."""
+    chosen: Mapping[TurnChoice, int | None]
+    """The turn of each address by state or event; None: there is none yet. Without those that are not known."""
+
+    def lacks(self, address: TurnAddress) -> bool:
+        """Whether there is no such turn yet."""
+        if isinstance(address, TurnChoice):
+            return self.chosen.get(address, 0) is None
+        return self.turns < _turns_needed(address)
+
+    def means(self, address: TurnAddress | None) -> int | None:
+        """The turn that an address refers to; None if it refers to several or none, or that is not known."""
+        if isinstance(address, TurnChoice):
+            return self.chosen.get(address)
+        if address is None or self.lacks(address):
+            return None
+        if isinstance(address, int):
+            return address
+        by_name = {"first": 0, "second": 1, "previous": self.turns - 2, "last": self.turns - 1}
+        return by_name.get(address, 0 if self.turns == 1 else None)
+
+
+def _turns_needed(address: TurnAddress) -> int:
     """The number of turns that must exist before an address refers to one."""
     if isinstance(address, int):
         return address + 1
-    return 0 if address is None else 2 if address in ("second", "previous") else 1
+    return 2 if address in ("second", "previous") else 1
 
 
-def _means(address: TurnAddress | None, turns: int) -> int | None:
-    """The turn that an address refers to after `turns` turns; None if it refers to several or none."""
-    if address is None or turns < _turns_needed(address):
-        return None
-    if isinstance(address, int):
-        return address
-    return {"first": 0, "second": 1, "previous": turns - 2, "last": turns - 1}.get(address, 0 if turns == 1 else None)
-
-
-def _moments(ctx: CheckContext, item: ReassignRule) -> list[Place]:
-    """The places in which a rule may apply. In a final state, only places with a turn count, if there are any."""
+def _moments(ctx: CheckContext, item: ReassignRule) -> list[_Moment]:
+    """When a rule may apply. In a final state, only with a turn, if there may be any."""
     when = None if item.when is None else ctx.formula(item.when)
-    moments = ctx.graph.moments(item.at)
-    ctx.work.spend(len(moments))
-    places = [place for place in moments if not place.late]
+    choices = [address for _, address in _addresses(item) if isinstance(address, TurnChoice)]
+    if choices and ctx.graph.exact and ctx.spec.limits.assistant_turns is not None:
+        places = _chosen(ctx, item.at, choices)
+    else:
+        moments = ctx.graph.moments(item.at)
+        ctx.work.spend(len(moments))
+        places = [(place, {}) for place in moments if not place.late]
     if ctx.states[item.at].final:
-        places = [place for place in places if place.turns] or places
-    return [place for place in places if when is None or ctx.graph.truth(when, place, ctx.work) is not False]
+        places = [(place, chosen) for place, chosen in places if place.turns] or places
+    return [
+        _Moment(place.turns, chosen)
+        for place, chosen in places
+        if when is None or ctx.graph.truth(when, place, ctx.work) is not False
+    ]
+
+
+def _chosen(
+    ctx: CheckContext, state: str, choices: list[TurnChoice]
+) -> list[tuple[Place, Mapping[TurnChoice, int | None]]]:
+    """The places after the action of a state, with the turns that some addresses mean there, on all paths."""
+    start: tuple[Place, tuple[int | None, ...]] = (Place(ctx.machine.initial, START), (None,) * len(choices))
+    seen = {start: None}
+    moments: dict[tuple[Place, tuple[int | None, ...]], None] = {}
+    waiting = [start]
+    while waiting:
+        place, turns = waiting.pop()
+        steps = [step for step in ctx.graph.steps[place] if not step.dest.late]
+        ctx.work.spend(len(steps) + 1)
+        if place.state == state and ctx.states[state].final:
+            moments[place, turns] = None
+        for step in steps:
+            number = step.dest.turns - 1 if TURNS in step.used else None
+            after = tuple(
+                number
+                if number is not None
+                and choice.name in (place.state, step.event)
+                and (turn is None or choice.last is not None)
+                else turn
+                for choice, turn in zip(choices, turns, strict=True)
+            )
+            if place.state == state and step.event not in (*ALWAYS, OVERFLOW):
+                moments[step.dest, after] = None
+            if (step.dest, after) not in seen:
+                seen[step.dest, after] = None
+                waiting.append((step.dest, after))
+    return [(place, dict(zip(choices, turns, strict=True))) for place, turns in moments]
 
 
 def _addresses(item: ReassignRule) -> list[tuple[str, TurnAddress]]:
@@ -63,18 +122,32 @@ def _addresses(item: ReassignRule) -> list[tuple[str, TurnAddress]]:
 
 @rule("rewards.no-such-turn", "error", "a rule addresses a turn that no episode can have")
 def no_such_turn(ctx: CheckContext) -> Iterator[Finding]:
-    """The limits end the episode before that turn, or the rule's state occurs before it."""
+    """The limits end the episode before that turn, the rule's state occurs before it, or no turn is sampled in its
+    state or ends with its event."""
+    kinds = [name for name, state in ctx.states.items() if state.action == "generate"]
+    kinds += ACTIONS["generate"].events or ()
+    events = [(path, event.turn, event.to) for path, event in _mark_events(ctx)]
+    for path, turn, to in (*((path, item.turn, item.to) for path, item in _rules(ctx)), *events):
+        for key, address in (("turn", turn), ("to", to)):
+            if isinstance(address, TurnChoice) and address.name not in kinds:
+                message = f"no turn of the model is sampled in a state `{address.name}` or ends with such an event"
+                yield Finding(message, (*path, key, "first" if address.first else "last"), nearest(address.name, kinds))
     for path, item in _rules(ctx):
         moments = _moments(ctx, item)
         if not moments or not ctx.graph.exact or ctx.spec.limits.assistant_turns is None:
             continue
-        most = max(place.turns for place in moments)
+        most = max(moment.turns for moment in moments)
         for key, address in _addresses(item):
-            if most < _turns_needed(address):
+            if not all(moment.lacks(address) for moment in moments):
+                continue
+            where = (*path, key) if ctx.written(*path, key) else path
+            if not isinstance(address, TurnChoice):
                 had = "no turn" if most == 0 else "one turn" if most == 1 else f"{most} turns"
                 message = f"there is no turn `{address}`: after `{item.at}` the model has had at most {had}"
-                where = (*path, key) if ctx.written(*path, key) else path
                 yield Finding(message, where, "use a turn that exists, or raise `limits.assistant_turns`")
+            elif address.name in kinds:
+                message = f"there is no turn `{address}` when the rule applies: `{item.at}` comes before it"
+                yield Finding(message, where, "use a turn that exists, or apply the rule in a later state")
 
 
 @rule("rewards.turn-may-miss", "warning", "a rule may apply before its turn exists, which fails the episode")
@@ -82,21 +155,27 @@ def turn_may_miss(ctx: CheckContext) -> Iterator[Finding]:
     """The same for a transfer from a turn to itself."""
     for path, item in _rules(ctx):
         moments = _moments(ctx, item)
-        turns = {place.turns for place in moments}
-        if not turns or not ctx.graph.exact:
+        turns = {moment.turns for moment in moments}
+        missing = [address for _, address in _addresses(item) if any(moment.lacks(address) for moment in moments)]
+        if not turns or not ctx.graph.exact or any(all(m.lacks(address) for m in moments) for address in missing):
             continue
-        least, most = min(turns), max(turns)
-        needed = max(_turns_needed(address) for _, address in _addresses(item))
-        if least < needed <= most:
-            address = next(address for _, address in _addresses(item) if _turns_needed(address) == needed)
+        if missing:
+            address = max(missing, key=lambda one: isinstance(one, TurnChoice) or _turns_needed(one))
+            least = min(moment.turns for moment in moments if moment.lacks(address))
+            most = max(moment.turns for moment in moments if moment.lacks(address))
             had = "no turn" if least == 0 else "one turn" if least == 1 else f"{least} turns"
             message = f"the rule may apply after {had}, when there is no turn `{address}`: the episode would fail"
-            yield Finding(message, path, _wait(item, needed - 1))
+            if not isinstance(address, TurnChoice):
+                most = _turns_needed(address) - 1
+            yield Finding(message, path, _wait(item, most) if most < max(turns) else _LATER)
             continue
-        same = [count for count in turns if _same_turn(item, count)]
-        if same and len(same) < len(turns):
+        same = {moment.turns for moment in moments if _same_turn(item, moment)}
+        if same and not all(_same_turn(item, moment) for moment in moments):
             message = f"after turn {min(same) - 1}, `{item.turn}` and `{item.to}` are the same: the episode would fail"
-            yield Finding(message, path, _wait(item, max(same)))
+            yield Finding(message, path, _wait(item, max(same)) if max(same) < max(turns) else _LATER)
+
+
+_LATER = "apply the rule in a state that comes after that turn alone, or add a `when` with a fact that says so"
 
 
 def _wait(item: ReassignRule, turns: int) -> str:
@@ -104,8 +183,8 @@ def _wait(item: ReassignRule, turns: int) -> str:
     return f"add `when: {condition}`" if item.when is None else f"add `&& {condition}` to its `when`"
 
 
-def _same_turn(item: ReassignRule, turns: int) -> bool:
-    payer, receiver = _means(item.turn, turns), _means(item.to, turns)
+def _same_turn(item: ReassignRule, moment: _Moment) -> bool:
+    payer, receiver = moment.means(item.turn), moment.means(item.to)
     same = item.op == "transfer" and item.part == item.to_part
     return same and payer is not None and payer == receiver
 
@@ -116,9 +195,9 @@ def unpayable(ctx: CheckContext) -> Iterator[Finding]:
     for path, item in _rules(ctx):
         if item.op != "transfer":
             continue
-        turns = {place.turns for place in _moments(ctx, item)}
+        moments = _moments(ctx, item)
         certain = ctx.graph.exact or item.turn == item.to
-        if certain and turns and all(_same_turn(item, count) for count in turns):
+        if certain and moments and all(_same_turn(item, moment) for moment in moments):
             fix = "name two turns"
             yield Finding(f"a transfer from `{item.turn}` to `{item.to}` is from a turn to itself", path, fix)
         elif not _code_may_reward(ctx) and not _written(ctx, item.name):
@@ -310,7 +389,7 @@ def _last_turn_rewards(ctx: CheckContext) -> Iterator[str]:
     if ctx.spec.train is not None and isinstance(ctx.spec.train.overlong, OverlongPenalty):
         yield OVERLONG_PENALTY
     for item in rewards.reassign:
-        if item.op != "transfer" and item.turn in ("last", "all", "each"):
+        if item.op != "transfer" and (item.turn in ("last", "all", "each") or isinstance(item.turn, TurnChoice)):
             yield item.name or REWARD
     for _, user in ctx.users:
         yield from (mark.reward for mark in user.marks if mark.reward is not None)

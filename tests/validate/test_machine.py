@@ -114,6 +114,89 @@ def test_events_that_cut_an_episode_short_are_one_finding_with_the_line_to_write
     ]
 
 
+DRAFTS = """\
+machine:
+  initial: A
+  states:
+    A: {action: reset}
+    DRAFT: {action: generate}
+    ASK: {action: ask_user}
+    REVISE: {action: generate}
+    CHECK: {action: ask_user}
+    END: {action: score, final: true}
+  transitions:
+    - {trigger: ready, source: A, dest: DRAFT}
+    - {trigger: [answered, tool_calls], source: DRAFT, dest: ASK}
+    - {trigger: feedback, source: ASK, dest: REVISE}
+    - {trigger: [answered, tool_calls], source: REVISE, dest: CHECK}
+    - {trigger: feedback, source: CHECK, dest: REVISE}
+    - {trigger: [satisfied, truncated, malformed, aborted], source: "*", dest: END}
+user: {use: "engine.environments.users.attempts:Attempts"}
+rewards:
+  reassign:
+    - """
+MISS = "error[rewards.no-such-turn] no turn of the model is sampled in a state"
+LATER = "apply the rule in a state that comes after that turn alone, or add a `when` with a fact that says so"
+
+
+@pytest.mark.parametrize(
+    ("reassign", "findings"),
+    [
+        ("{at: CHECK, turn: last, to: {first: DRAFT}, share: 0.5}", []),
+        ("{at: REVISE, op: add, turn: {last: REVISE}, value: 1}", []),
+        ("{at: END, op: add, turn: {last: REVISE}, value: 1, when: turns.user > 1}", []),
+        ("{at: CHECK, turn: {first: DRAFT}, to: {last: REVISE}, share: 0.5}", []),
+        (
+            "{at: ASK, turn: last, to: {last: REVISE}, share: 0.5}",
+            [
+                "25:33: error[rewards.no-such-turn] there is no turn `{last: REVISE}` when the rule applies: `ASK` comes before "
+                "it; use a turn that exists, or apply the rule in a later state"
+            ],
+        ),
+        (
+            "{at: CHECK, turn: last, to: {last: REVISE}, share: 0.5}",
+            [
+                "25:7: error[rewards.unpayable] a transfer from `last` to `{last: REVISE}` is from a turn to itself; name two turns"
+            ],
+        ),
+        (
+            "{at: CHECK, turn: last, to: {first: REVISE}, share: 0.5}",
+            [
+                "25:7: warning[rewards.turn-may-miss] after turn 1, `last` and `{first: REVISE}` are the same: the episode would "
+                "fail; add `when: turns.assistant > 2`"
+            ],
+        ),
+        (
+            "{at: END, op: add, turn: {last: REVISE}, value: 1}",
+            [
+                "25:7: warning[rewards.turn-may-miss] the rule may apply after one turn, when there is no turn `{last: REVISE}`: "
+                "the episode would fail; add `when: turns.assistant > 1`"
+            ],
+        ),
+        (
+            "{at: CHECK, op: add, turn: {first: answered}, value: 1}",
+            [
+                "25:7: warning[rewards.turn-may-miss] the rule may apply after 2 turns, when there is no turn "
+                f"`{{first: answered}}`: the episode would fail; {LATER}"
+            ],
+        ),
+        (
+            "{at: END, op: add, turn: {first: REVSE}, value: 1}",
+            [f"25:40: {MISS} `REVSE` or ends with such an event; did you mean `REVISE`?"],
+        ),
+        (
+            "{at: CHECK, turn: last, to: {first: ASK}, share: 1}",
+            [
+                f"25:43: {MISS} `ASK` or ends with such an event; known: DRAFT, REVISE, aborted, answered, malformed, "
+                "tool_calls, truncated"
+            ],
+        ),
+    ],
+)
+def test_turns_by_state_or_event_are_looked_for_on_every_path(reassign: str, findings: list[str]) -> None:
+    assert [line for line in found(f"{DRAFTS}{reassign}\n") if "[rewards." in line] == findings
+
+
 UNLESS = """\
 machine:
   preset: retry_with_feedback

@@ -131,7 +131,10 @@ def _step(spot: Spot, info: FieldInfo | None, segment: int | str) -> tuple[Spot,
         return Spot(path=(*spot.path, segment), wanted=args[0] if args else None, owner=None, branch=spot.branch), None
     members = branches(wanted)
     if len(members) > 1 and isinstance(segment, str):
-        chosen = next((member for member in members if _label(member) == segment.partition("[")[0]), wanted)
+        label = segment.partition("[")[0]
+        if label.startswith("function-"):  # a contract with a rule of its own: `function-after[_one(), TurnChoice]`
+            label = segment.rpartition(", ")[2].removesuffix("]")
+        chosen = next((member for member in members if _label(member) == label), wanted)
         return Spot(path=spot.path, wanted=chosen, owner=spot.owner, branch=segment), None
     return Spot(
         path=(*spot.path, segment) if isinstance(segment, int) else spot.path,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,7 +13,7 @@ from engine.errors import GuardError, LedgerError
 from engine.rewards.ledger import Ledger, Rules
 from engine.rewards.sealed import TurnPart
 from engine.schemas.credit import ReassignRule
-from engine.schemas.reward import PartAddress, RewardEvent
+from engine.schemas.reward import PartAddress, RewardEvent, TurnChoice
 
 USER = "AWAITING_USER_FEEDBACK"
 
@@ -42,6 +43,11 @@ class Target:
         }
         return {name: values[name] for name in names}
 
+    def find(self, choice: TurnChoice) -> int | None:
+        kinds = ["DRAFTING", "REVISING", "REVISING", "DRAFTING"][: self.turn + 1]
+        turns = [turn for turn, kind in enumerate(kinds) if kind == choice.name]
+        return None if not turns else turns[0] if choice.first else turns[-1]
+
     def locate(self, turn: int, part: PartAddress) -> TurnPart:
         assert part.tokens is not None
         return TurnPart(start=part.tokens[0], end=part.tokens[1])
@@ -70,6 +76,47 @@ def paid(*amounts: float) -> Ledger:
     for turn, amount in enumerate(amounts):
         ledger.post(RewardEvent(turn=turn, value=amount), len(amounts) - 1)
     return ledger
+
+
+@pytest.mark.parametrize(
+    ("choice", "turns", "found"),
+    [
+        ({"first": "REVISING"}, 4, 1),
+        ({"last": "REVISING"}, 4, 2),
+        ({"last": "REVISING"}, 2, 1),
+        ({"last": "DRAFTING"}, 4, 3),
+        ({"first": "DRAFTING"}, 4, 0),
+    ],
+)
+def test_a_turn_by_its_state_is_paid_by_number(choice: dict[str, str], turns: int, found: int) -> None:
+    ledger = paid(*[0.0] * turns)
+    (posting,) = rules({"op": "add", "turn": choice, "value": 0.5}).apply(Target(ledger, turns))
+    assert (posting.turn, posting.delta, posting.at_turn) == (found, 0.5, turns - 1)
+
+
+def test_a_transfer_between_turns_by_state_conserves_the_sum() -> None:
+    ledger = paid(0.0, 0.0, 0.0, 2.0)
+    rules({"turn": "last", "to": {"last": "REVISING"}, "share": 0.25}).apply(Target(ledger, 4))
+    assert ledger.totals(4) == [0.0, 0.0, 0.5, 1.5]
+    rules({"turn": {"last": "REVISING"}, "to": {"first": "REVISING"}, "share": 0.5}).apply(Target(ledger, 4))
+    assert ledger.totals(4) == [0.0, 0.25, 0.25, 1.5]
+    itself = rules({"turn": "last", "to": {"last": "DRAFTING"}, "share": 0.5})
+    with pytest.raises(LedgerError, match=re.escape("a transfer from turn 3 to itself (`last` to `{last: DRAFTING}`)")):
+        itself.apply(Target(ledger, 4))
+    assert ledger.totals(4) == [0.0, 0.25, 0.25, 1.5]
+
+
+def test_a_turn_by_state_that_is_not_there_yet_is_an_error() -> None:
+    rule = rules({"op": "add", "turn": {"last": "REVISING"}, "value": 1.0})
+    with pytest.raises(LedgerError) as caught:
+        rule.apply(Target(paid(0.0), 1))
+    assert str(caught.value) == (
+        "rewards.reassign[0] at AWAITING_USER_FEEDBACK: rule:0: there is no turn `{last: REVISING}`: none was sampled in or "
+        "ended with `REVISING`. Write to a turn that is there, or let the rule wait (`when: turns.assistant > 1`)"
+    )
+    assert caught.value.blame == "spec"
+    with pytest.raises(ValidationError, match="write one of `first` and `last`"):
+        RewardEvent.model_validate({"turn": {"first": "A", "last": "B"}, "value": 1.0})
 
 
 SHARE = {"when": "feedback.solved && turns.assistant > 1", "turn": "last", "to": "previous", "share": 0.25}

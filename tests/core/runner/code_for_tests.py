@@ -10,7 +10,7 @@ from pathlib import Path
 
 from engine.schemas.environment import EpisodeView, Reset, Step, Task, ToolReply, UserTurn, action
 from engine.schemas.message import Message
-from engine.schemas.reward import RewardEvent
+from engine.schemas.reward import RewardEvent, TurnChoice
 
 CALLS: Counter[str] = Counter()
 """How often each thing was asked, since a test cleared it."""
@@ -75,6 +75,23 @@ class Board:
         if self.log:
             with Path(self.log).open("a") as file:
                 file.write(words + "\n")
+
+
+class Editor:
+    """A user who pays earlier turns, by their state or event, and is satisfied with the third answer."""
+
+    def respond(self, view: EpisodeView) -> UserTurn:
+        if view.user_turn == 0:
+            return UserTurn(content="Again.")
+        if view.user_turn == 1:
+            return UserTurn(content="Again.", rewards=[RewardEvent(turn=TurnChoice(first="answered"), value=1.0)])
+        drafted, revised = TurnChoice(last="DRAFTING"), TurnChoice(first="REVISING")
+        rewards = [
+            RewardEvent(value=2.0),
+            RewardEvent(op="transfer", turn="last", to=drafted, share=0.25),
+            RewardEvent(op="transfer", turn=TurnChoice(first="answered"), to=revised, value=0.25),
+        ]
+        return UserTurn(satisfied=True, rewards=rewards)
 
 
 class Critic:

@@ -342,6 +342,56 @@ async def test_rules_move_rewards_at_user_turns(make_spec, run_spec) -> None:
     assert moved == [(1, -0.3, "rule:0"), (0, 0.3, "rule:0")]
 
 
+async def test_a_user_and_a_rule_address_turns_by_state_and_event(make_spec, run_spec) -> None:
+    machine = {
+        "initial": "PENDING",
+        "states": {
+            "PENDING": {"action": "reset"},
+            "DRAFTING": {"action": "generate"},
+            "CALLING": {"action": "call_tools"},
+            "ASKING": {"action": "ask_user"},
+            "REVISING": {"action": "generate"},
+            "DONE": {"action": "score", "final": True},
+        },
+        "transitions": [
+            {"trigger": "ready", "source": "PENDING", "dest": "DRAFTING"},
+            {"trigger": "tool_calls", "source": "DRAFTING", "dest": "CALLING"},
+            {"trigger": "results", "source": "CALLING", "dest": "DRAFTING"},
+            {"trigger": "answered", "source": ["DRAFTING", "REVISING"], "dest": "ASKING"},
+            {"trigger": "feedback", "source": "ASKING", "dest": "REVISING"},
+            {
+                "trigger": ["satisfied", "malformed", "truncated", "aborted", "tool_calls"],
+                "source": "*",
+                "dest": "DONE",
+            },
+        ],
+    }
+    rule = {"at": "DONE", "turn": "last", "to": {"first": "tool_calls"}, "share": 0.5, "when": "tools.calls > 0"}
+    spec = make_spec(
+        [ADD, "It is 41.", "It is 40.", "It is 42."],
+        machine=machine,
+        user={"use": "code_for_tests:Editor"},
+        environment=None,
+        rewards={"reassign": [rule]},
+    )
+    ran = await run_spec(spec)
+    assert ran.only.outcome.failure is None
+    assert [turn.rewards.get("reward") for turn in ran.only.turns] == [0.75, 1.25, 0.25, 0.75]
+    assert [(one.turn, one.delta, one.at_turn, one.source) for one in ran.only.postings] == [
+        (1, 1.0, 2, "user"),
+        (3, 2.0, 3, "user"),
+        (3, -0.5, 3, "user"),
+        (1, 0.5, 3, "user"),
+        (1, -0.25, 3, "user"),
+        (2, 0.25, 3, "user"),
+        (3, -0.75, 3, "rule:0"),
+        (0, 0.75, 3, "rule:0"),
+    ]
+    replayer = Replayer(ran.loaded, ran.template, ran.store)
+    assert (await replayer.check(ran.only, ran.store.task("a"))).difference is None
+    replayer.close()
+
+
 async def test_an_unbounded_machine_is_stopped(make_spec, run_spec, monkeypatch) -> None:
     monkeypatch.setattr("engine.episode.executor.MAX_STEPS", 20)
     machine = {

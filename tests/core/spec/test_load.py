@@ -99,9 +99,9 @@ user: x.y:Z
         "s.yaml:21:19: error[spec.bad-value] `rewards.reassign[0].op` must be one of add, set, transfer; it is `tranfer`; "
         "did you mean `transfer`?",
         "s.yaml:21:32: error[spec.bad-value] `rewards.reassign[0].to` must be at least 0, or one of first, second, previous, "
-        "last, all, each; it is -1",
+        "last, all, each, or a mapping; it is -1",
         "s.yaml:22:21: error[spec.bad-value] `rewards.reassign[1].turn` must be a whole number, or one of first, second, "
-        "previous, last, all, each; it is `lst`; did you mean `last`?",
+        "previous, last, all, each, or a mapping; it is `lst`; did you mean `last`?",
         "s.yaml:22:33: error[spec.bad-value] `rewards.reassign[1].share` must be at most 1; it is 2",
         "s.yaml:23:7: error[spec.bad-value] `rewards.reassign[2]`: a transfer needs `to`: the turn that receives",
         "s.yaml:24:24: error[spec.bad-value] `rewards.reassign[3]`: `to` and `share` belong to a transfer, not to `add`",

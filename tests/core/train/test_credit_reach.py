@@ -27,11 +27,14 @@ def _located(turn: int, part: PartAddress) -> TurnPart:
     return TurnPart(start=start, end=end)
 
 
+PARTS: Any = SimpleNamespace(locate=_located)
+
+
 def member(*events: dict[str, Any], sizes: tuple[int, ...] = (4, 4)) -> Member:
     ledger = Ledger()
     for event in events:
         read = RewardEvent.model_validate(event)
-        ledger.post(read, len(sizes) - 1, _located)
+        ledger.post(read, len(sizes) - 1, PARTS)
     ends = [sum(sizes[: turn + 1]) for turn in range(len(sizes))]
     return Member(ledger=ledger.seal(len(sizes)), ends=ends)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -30,10 +31,13 @@ def locate(turn: int, part: PartAddress) -> TurnPart:
     return CALLS[part.call]
 
 
+PARTS: Any = SimpleNamespace(locate=locate)
+
+
 def ledger(*events: dict[str, Any], turns: int = 2) -> SealedLedger:
     open_ledger = Ledger()
     for event in events:
-        open_ledger.post(RewardEvent.model_validate(event), turns - 1, locate)
+        open_ledger.post(RewardEvent.model_validate(event), turns - 1, PARTS)
     return open_ledger.seal(turns)
 
 
@@ -117,7 +121,7 @@ def test_transfers_keep_the_sum_and_stored_postings_give_the_same_ledger(plain: 
     for event in plain:
         read = RewardEvent.model_validate({"share": 0.5} | event if event["op"] == "transfer" else event)
         try:
-            posted = open_ledger.post(read, 1, locate)
+            posted = open_ledger.post(read, 1, PARTS)
         except LedgerError:
             continue
         if read.op == "transfer":
