@@ -11,7 +11,6 @@ from, so that findings have a position.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from difflib import get_close_matches
 from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -25,6 +24,7 @@ from engine.schemas.limits import ALWAYS
 from engine.schemas.machine import ANY, SAME, MachineSpec, StateSpec, TransitionSpec
 from engine.schemas.sections import written_actions
 from engine.spec.text.diagnostic import DataPath, Diagnostic
+from engine.spec.text.near import near_or_known
 
 if TYPE_CHECKING:
     from engine.schemas.episode import EpisodeSpec
@@ -155,16 +155,14 @@ def unknown_states(machine: ResolvedMachine) -> list[Diagnostic]:
         place: DataPath = ("machine",) if t.index is None else ("machine", "transitions", t.index)
         asked[t.source, (*place, "source")] = None
         asked[t.dest, (*place, "dest")] = None
+    states = list(machine.states)
     return [
-        Diagnostic("machine.unknown-state", "error", f"there is no state `{name}`", _nearest(name, machine), None, path)
+        Diagnostic(
+            "machine.unknown-state", "error", f"there is no state `{name}`", near_or_known(name, states), None, path
+        )
         for name, path in asked
         if name not in machine.states
     ]
-
-
-def _nearest(name: str, machine: ResolvedMachine) -> str:
-    near = get_close_matches(name, machine.states, n=1)
-    return f"did you mean `{near[0]}`?" if near else f"the states are {', '.join(machine.states)}"
 
 
 def resolved_machine(spec: EpisodeSpec) -> ResolvedMachine:

@@ -37,12 +37,7 @@ LARGEST = 1e30
 """Maximum absolute value of a turn's reward and of an event, so that sums are finite in the float32 of training rows
 too."""
 
-OWN_BLAMES: Mapping[str, Blame] = {
-    "environment": "environment",
-    "user": "user",
-    "tool": "tool",
-    "score": "environment",
-}
+OWN_BLAMES: Mapping[str, Blame] = {"environment": "environment", "user": "user", "tool": "tool", "score": "environment"}
 """The blame for an event that cannot be applied, by its `source`, for the sources of the engine."""
 
 
@@ -110,8 +105,7 @@ class Ledger:
         among: Turns | None = None,
         blames: Mapping[str, Blame] = OWN_BLAMES,
     ) -> list[Posting]:
-        """Apply an event. Returns its postings: one for each turn and name; for a transfer, pairs for each payer,
-        receiver and name.
+        """Apply an event. Returns its postings, by turn and name; those of a transfer are pairs of payer and receiver.
 
         Args:
             event: The amount to add, set or transfer.

@@ -150,7 +150,7 @@ def test_states_that_are_not_there_are_all_told() -> None:
         (
             "machine.unknown-state",
             "there is no state `NOWHERE`",
-            "the states are PENDING, GENERATING, AWAITING_TOOL, DONE",
+            "known: PENDING, GENERATING, AWAITING_TOOL, DONE",
             ("machine", "transitions", 0, "dest"),
         ),
     ]
