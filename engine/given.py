@@ -1,7 +1,7 @@
-"""Objects that a program gives to a spec where the spec names code: `environment: {use: "engine.given:Guess"}`.
+"""Objects that a program gives to a spec, where a spec names code: `environment: {use: "engine.given:Guess"}`.
 
 A class or function of an importable module is named by its own entry point. What only this process has, such as a class
-of a notebook's cell, gets a name here.
+of a notebook's cell, gets a name here, as an attribute of this module.
 
 Invariant: a name stands for one object as long as the process runs; in another process it is refused with what to do.
 """
@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import count
 from typing import Any
 
 _objects: dict[str, Any] = {}
@@ -19,23 +20,24 @@ _sources: dict[str, Any] = {}
 """Name -> what was given."""
 
 
-def entry_of(value: Any) -> str:
+def use_of(value: Any) -> str:
     """The entry point of a class, function or object.
 
-    An object that is no function or class is copied (`copy.deepcopy`) for each episode, because an episode never shares
-    state with another one. A callable object is used as it is: it is a tool.
+    An object that cannot be called is copied (`copy.deepcopy`) for each episode, because episodes never share state.
+    One that can be called is a tool, and is used as it is.
     """
-    named = getattr(value, "__qualname__", None)
+    qualified = getattr(value, "__qualname__", None)
     module = getattr(value, "__module__", None)
-    if named and module and module != "__main__" and _imported(module, named) is value:
-        return f"{module}:{named}"
-    short = (named or type(value).__qualname__).rpartition(".")[2].strip("<>")
-    for name, source in _sources.items():
-        if source is value:
-            return f"{__name__}:{name}"
-    name = next(name for name in _names(short) if name not in _sources)
+    if qualified and module and module != "__main__" and _imported(module, qualified) is value:
+        return f"{module}:{qualified}"
+    known = next((name for name, source in _sources.items() if source is value), None)
+    if known is not None:
+        return f"{__name__}:{known}"
+    short = (qualified or type(value).__qualname__).rpartition(".")[2].strip("<>")
+    names = (f"{short}_{number}" if number > 1 else short for number in count(1))
+    name = next(name for name in names if name not in _sources)
     _sources[name] = value
-    _objects[name] = value if callable(value) else _copies(value)
+    _objects[name] = value if callable(value) else _copying(value)
     return f"{__name__}:{name}"
 
 
@@ -44,25 +46,39 @@ def is_given(use: str) -> bool:
     return use.partition(":")[0] == __name__
 
 
-def _names(short: str) -> Any:
-    yield short
-    number = 2
-    while True:
-        yield f"{short}_{number}"
-        number += 1
+def names_in(document: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], str]]:
+    """The given objects that a spec's document names, with their places."""
+    if isinstance(document, dict | list):
+        for key, value in document.items() if isinstance(document, dict) else enumerate(document):
+            yield from names_in(value, (*path, key))
+    elif isinstance(document, str) and is_given(document):
+        yield path, document.partition(":")[2]
 
 
-def _copies(value: Any) -> Callable[[], Any]:
+def gone(document: Any) -> Iterator[str]:
+    """Why each object that a spec's document names is not in this process, with what to do."""
+    return (_gone(name) for _, name in names_in(document) if name not in _objects)
+
+
+def _gone(name: str) -> str:
+    return (
+        f"the object `{name}` was given by another process, which alone has it; put it into a module beside the spec "
+        f"and write `module:{name}`"
+    )
+
+
+def _copying(value: Any) -> Callable[[], Any]:
     def make() -> Any:
         return copy.deepcopy(value)
 
-    make.__name__ = type(value).__name__
+    if hasattr(value, "events"):
+        make.events = value.events  # type: ignore[attr-defined]  # what its steps may answer
     return make
 
 
-def _imported(module: str, named: str) -> Any:
+def _imported(module: str, qualified: str) -> Any:
     target: Any = sys.modules.get(module)
-    for part in named.split("."):
+    for part in qualified.split("."):
         target = getattr(target, part, None)
     return target
 
@@ -70,7 +86,4 @@ def _imported(module: str, named: str) -> Any:
 def __getattr__(name: str) -> Any:
     if name in _objects:
         return _objects[name]
-    raise AttributeError(
-        f"the spec was given the object `{name}` by a program that has ended or is another one; to use it here, put it "
-        f"in a module beside the spec and write `use: module:{name}`"
-    )
+    raise AttributeError(_gone(name))

@@ -344,9 +344,12 @@ def run(
 def blocking(work: Coroutine[Any, Any, T]) -> T:
     """Wait for a coroutine: here, or in a thread of its own if this thread runs an event loop. Ctrl-C cancels it, and
     is raised when it has ended."""
+    in_loop = True
     try:
         asyncio.get_running_loop()
     except RuntimeError:
+        in_loop = False
+    if not in_loop:
         return asyncio.run(work)
     begun: Future[Callable[[], object]] = Future()
     ended: Future[T] = Future()

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from engine.given import entry_of
+from engine.given import use_of
 from engine.schemas.base import Contract
 from engine.spec.load import LoadedSpec, load_spec, override_spec
 
@@ -84,7 +84,7 @@ def _given(
 
 
 def _entry(code: Code) -> str:
-    return code if isinstance(code, str) else entry_of(code)
+    return code if isinstance(code, str) else use_of(code)
 
 
 def _with_entries(machine: Any) -> Any:
@@ -93,4 +93,4 @@ def _with_entries(machine: Any) -> Any:
         return {key: _with_entries(value) for key, value in machine.items()}
     if isinstance(machine, list | tuple):
         return [_with_entries(value) for value in machine]
-    return entry_of(machine) if callable(machine) else machine
+    return use_of(machine) if callable(machine) else machine

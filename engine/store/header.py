@@ -20,6 +20,7 @@ from pydantic import Field, ValidationError
 
 import engine
 from engine.errors import StoreError
+from engine.given import gone
 from engine.plugin import REINSTALL, installed, leave_out_unusable, names_of
 from engine.schemas.backend import backend_classes
 from engine.schemas.base import Contract
@@ -189,6 +190,11 @@ class RunHeader(Contract):
                 fix = plugin.install or REINSTALL
                 raise StoreError(f"{self.run_id}: its spec uses the plugin `{name}`, which {state}: {fix}")
 
+    def need_objects(self) -> None:
+        """Refuse a spec with objects that a program gave and this process has not. Raises: StoreError."""
+        for problem in gone(self.data):
+            raise StoreError(f"{self.run_id} cannot go on: {problem}")
+
     def _filled(self, document: dict[str, Any], *, strict: bool) -> dict[str, Any]:
         """Return a document of this header with the values of its variables filled in."""
         references = [Reference(path=tuple(path), text=text, typed=typed) for path, text, typed in self.references]
@@ -215,6 +221,7 @@ class RunHeader(Contract):
 
         if strict:
             self.need_plugins()
+            self.need_objects()
         stored = self._filled(self.spec, strict=strict)
         try:
             spec = read_stored(

@@ -27,6 +27,7 @@ def test_ids_are_stable() -> None:
         ("code.action", "error"),
         ("code.adapter", "error"),
         ("code.construct", "error"),
+        ("code.given", "error"),
         ("code.import", "error"),
         ("code.moved", "warning"),
         ("code.no-package", "info"),

@@ -75,6 +75,7 @@ async def _replay(run: str, episode: str | None, out: Path) -> tuple[list[Replay
 
     store = RunStore.open(find_run(run, out=out), readonly=True)
     store.header.need_plugins()
+    store.header.need_objects()
     loaded = store.header.loaded_spec()
     replayer = Replayer(loaded, load_format(loaded.spec.model, loaded.base), store)
     try:

@@ -26,6 +26,7 @@ from typing import Any
 
 from engine import plugin
 from engine.errors import EngineError
+from engine.given import is_given
 from engine.moved_names import current
 from engine.schemas.entry import installed_points
 from engine.spec.access import Access
@@ -71,7 +72,9 @@ def load_entry(use: str, base: Path | None) -> Any:
     for index, part in enumerate(parts):
         try:
             target = getattr(target, part)
-        except AttributeError:
+        except AttributeError as error:
+            if is_given(use):
+                raise EntryError(str(error)) from None
             owner = ".".join([module_name, *parts[:index]])
             raise EntryError(f"`{owner}` has no `{part}`{nearest_attribute(part, dir(target))}") from None
         except Exception as error:  # a module may load its parts lazily, and that may fail

@@ -9,6 +9,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from engine.actions.facts import ACTIONS, SCORERS
+from engine.given import gone, is_given
 from engine.moved_names import new_name
 from engine.spec.added import AddedCode, Called, added_tools, spec_facts
 from engine.spec.code.entry import EntryError, names_of
@@ -41,6 +42,8 @@ def entry_imports(ctx: CheckContext) -> Iterator[Finding]:
     """`use` of environment, tools, user, scorer, tasks, bonuses and notices; actions of the spec; a parser."""
     for path, use in _named(ctx):
         thing = ctx.described(use)
+        if is_given(use):
+            continue  # the rule `code.given`
         if isinstance(thing, NotImported):
             if thing.definition is None:
                 ctx.skip()
@@ -48,6 +51,21 @@ def entry_imports(ctx: CheckContext) -> Iterator[Finding]:
             message, _, fix = str(thing).partition("; ")
             short = None if ":" in use else _short_names(ctx, path, use)
             yield Finding(message, path, short or fix or None)
+
+
+@rule("code.given", "error", "an object that a program gave cannot be used where the spec runs it")
+def given(ctx: CheckContext) -> Iterator[Finding]:
+    """An object of another process, or one that is to run in worker processes."""
+    for path, use in _named(ctx):
+        if not is_given(use):
+            continue
+        name = use.partition(":")[2]
+        fix = f"put it into a module beside the spec and write `module:{name}`"
+        if not any(gone(use)) and use in ctx.isolated:
+            message = f"`{name}` belongs to the program that gave it, and worker processes cannot import it"
+            yield Finding(message, path, f"{fix}, or write `isolation: {{mode: thread}}`")
+        for problem in gone(use):
+            yield Finding(problem.partition("; ")[0], path, fix)
 
 
 @rule("code.moved", "warning", "an entry point has the old name of something of the engine that moved")
