@@ -34,8 +34,6 @@ async def test_divergence_is_told(train_spec: Any, tmp_path: Path, monkeypatch: 
         await trainer.run()
     (event,) = [json.loads(line) for line in told.read_text().splitlines() if line]
     assert (event["kind"], event["step"]) == ("diverged", 0)
-    (note,) = map(json.loads, (trainer.folder / "notes.jsonl").read_text().splitlines())
-    assert (note["kind"], note["step"]) == ("diverged", 0), "for its page in `engine view`"
 
 
 async def test_a_training_traces_its_episodes_and_tells_that_it_is_finished(train_spec: Any, tmp_path: Path) -> None:
@@ -78,8 +76,5 @@ def test_a_training_without_a_signal_warns_tells_and_repeats_it_at_its_end(
     assert "3 steps in a row had no learning signal: every episode has the reward 1.000" in err
     (event,) = [json.loads(line) for line in told.read_text().splitlines() if line]
     assert (event["kind"], event["step"]) == ("no_signal", 3)
-    (note,) = map(json.loads, next((tmp_path / "runs").glob("*/notes.jsonl")).read_text().splitlines())
-    assert (note["kind"], note["step"]) == ("no_signal", 3), "for its page in `engine view`"
-    assert note["text"].startswith("every episode has the reward 1.000")
     assert "had no learning signal: every episode has the reward 1.000" in event["text"]
     assert out.splitlines()[-1].startswith("4 of 4 steps had no learning signal: every episode has the reward 1.000")

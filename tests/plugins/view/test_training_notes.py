@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from listing_kit import TRAINING
 from store_kit import make_header
+from trainings import begin_training
 
 from engine.errors import TrainError
 from engine.plugins.show.listing.training import Training
@@ -17,6 +19,7 @@ from engine.plugins.view.training_notes import TrainingNotes, banners, status_of
 from engine.spec.load import load_spec
 from engine.store.lock import RunLock
 from engine.store.training import begin
+from engine.train import learner
 from engine.train.metrics import MetricsLog
 
 SIGNAL = {"groups/sampled": 4.0, "groups/equal": 1.0, "step_seconds": 10.0}
@@ -78,6 +81,32 @@ async def test_an_error_is_shown_until_the_training_goes_on(folder: Path) -> Non
     assert shown(folder) == [("failed", "It failed after step 2")]
     write(folder, *[SIGNAL] * 8)
     assert (status_of(Training(folder)), shown(folder)) == ("done", [])
+
+
+async def test_a_real_training_notes_that_it_lacks_a_signal_and_that_it_diverges(
+    train_spec: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = train_spec(
+        train={"steps": 4, "tasks_per_step": 1, "dynamic_sampling": False},
+        user={"use": "code_for_training:Bored"},
+        limits={"turn_tokens": 1, "assistant_turns": 1},
+        rollout={"samples_per_task": 2, "seed": 3},
+    )
+    trainer = begin_training(spec, tmp_path / "runs")
+    objective = learner.objective
+
+    def spoilt(spec: Any, tokens: Any) -> Any:
+        loss, metrics = objective(spec, tokens)
+        return loss * float("nan") if trainer.state.step == 3 else loss, metrics
+
+    monkeypatch.setattr(learner, "objective", spoilt)
+    with pytest.raises(TrainError, match="the loss is nan"):
+        await trainer.run()
+    diverged, signal = banners(Training(trainer.folder), time.time())
+    assert (diverged["kind"], diverged["title"]) == ("diverged", "It diverged after step 3")
+    assert diverged["text"].startswith("the loss is nan")
+    assert (signal["kind"], signal["title"]) == ("no_signal", "No learning signal since step 1")
+    assert signal["text"].startswith("every episode has the reward 1.000, and 2 of 2 replies were cut by a limit")
 
 
 def test_a_training_that_writes_nothing_for_long_is_stale(folder: Path) -> None:

@@ -42,10 +42,10 @@ export async function curves(place, note, lines, { axes, smooth }, pick) {
     const trace = { x, type: "scatter", mode: points.length > MARKED ? "lines" : "lines+markers", marker: { size: 5, color: COLOURS[at % COLOURS.length] }, name, meta: name, hovertemplate: "step %{x}: %{y}<extra></extra>" };
     const style = { color: COLOURS[at % COLOURS.length], width: 1.6 };
     if (smooth === 1) return [{ ...trace, y, line: style }];
-    return [{ ...trace, y, line: { ...style, width: 1 }, opacity: 0.3, showlegend: false }, { ...trace, y: smoothed(y, smooth), mode: "lines", line: style }];
+    return [{ ...trace, y, line: { ...style, width: 1 }, opacity: 0.3 }, { ...trace, y: smoothed(y, smooth), mode: "lines", line: style }];
   });
   const axis = { gridcolor: line, zerolinecolor: line, linecolor: line, automargin: true };
-  const layout = { margin: { l: 44, r: 8, t: 6, b: 34 }, paper_bgcolor: "transparent", plot_bgcolor: "transparent", font: { color: text, size: 11 }, showlegend: lines.length > 1, legend: { orientation: "h" },
+  const layout = { margin: { l: 44, r: 8, t: 6, b: 34 }, paper_bgcolor: "transparent", plot_bgcolor: "transparent", font: { color: text, size: 11 }, showlegend: false,
     xaxis: { ...axis, type: axes.includes("x") ? "log" : "linear", title: { text: "step" } }, yaxis: { ...axis, type: axes.includes("y") ? "log" : "linear" } };
   const first = !place.on;
   await plotly.react(place, traces, layout, { displayModeBar: false, responsive: true });
