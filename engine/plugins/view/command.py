@@ -58,8 +58,8 @@ def view(
     """Look at episodes in a browser: transcript, rewards and who moved them, tokens, branches, machine, timings.
 
     The app is reachable from this machine alone, at an address with a token that only you can read. Links to its
-    pages have no token and last over restarts. It only reads, also runs and trainings that are still going on. Ctrl-C
-    ends it.
+    pages have no token and last over restarts. It reads, also runs and trainings that are still going on, and
+    writes nothing but what you say about an episode. Ctrl-C ends it.
     """
     from engine.plugins.show.listing.listing import Listing
     from engine.plugins.show.listing.sources import find

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from getpass import getuser
 from itertools import chain, combinations, islice
 from pathlib import Path
 from threading import Event, Lock
@@ -29,6 +30,7 @@ from engine.plugins.show.listing.training import Training
 from engine.plugins.view.home import Home
 from engine.plugins.view.metric_table import explained
 from engine.plugins.view.training_notes import banners, status_of
+from engine.store.reviews import REVIEWS
 from engine.store.rows.export import training_rows
 from engine.store.rows.row import columns_of
 from engine.store.shown_messages import reply_numbers
@@ -95,6 +97,7 @@ class Documents:
             "sources": [source.plain() for source in sources],
             "trainings": [each.name for each in self._trainings()],
             "note": None,
+            "reviewer": getuser() if REVIEWS.all() else None,
         }
 
     def runs(self) -> Document:
@@ -152,6 +155,26 @@ class Documents:
         """Return one episode."""
         number = None if attempt is None else _number("attempt", attempt)
         return episode_document(self.listing.store(run), id, number)
+
+    def review(self, given: Any) -> Document:
+        """Store a person's review of an episode, and return all reviews of it.
+
+        Args:
+            given: `run`, `id`, and fields of a review.
+
+        Raises:
+            StoreError: it is not a review of a finished episode, or it cannot be stored.
+        """
+        if not isinstance(given, dict) or not {"run", "id", "rating", "tags", "note"} == given.keys():
+            raise StoreError("a review has `run`, `id`, `rating`, `tags` and `note`")
+        store = self.listing.store(str(given.pop("run")))
+        row = store.episode(str(given.pop("id")))
+        if row.status != "done":
+            raise StoreError(f"{row.id} is not finished, and only finished episodes can be reviewed")
+        for reviews in REVIEWS.made(None, store.folder):
+            reviews.write([{**given, "episode": row.id}])
+            return list(reviews.of(row.id))
+        raise StoreError(f"nothing stores reviews: {plugin.missing('commands', 'rate')}")
 
     def tokens(self, run: str, id: str, branch: str) -> Document:
         """Return the tokens of one branch; -1: those that an unfinished episode has sampled."""

@@ -6,8 +6,8 @@ Invariants:
   `Authorization`.
 - A request whose `Host` is not a name of the loopback interface is refused, so a foreign page cannot reach the app by
   DNS rebinding.
-- Answers forbid inline scripts, foreign scripts and frames (Content-Security-Policy). Nothing can be changed: all
-  requests are GET.
+- Answers forbid inline scripts, foreign scripts and frames (Content-Security-Policy). All requests are
+  GET but that which stores a review; it must be JSON, which no form of a foreign page can send.
 """
 
 from __future__ import annotations
@@ -72,6 +72,7 @@ def make_app(documents: Documents, token: str) -> ASGIApp:
             Route("/static/{name}", _static),
             Route("/api/image", _image),
             Route("/api/rows", _rows),
+            Route("/api/review", _review, methods=["POST"]),
             Route("/api/{name}", _document),
         ],
     )
@@ -127,8 +128,9 @@ class Gate:
             )
         if request.url.path.startswith("/api/") and request.headers.get("sec-fetch-site", "none") not in _OWN:
             return _text("Only the pages of this app may ask for documents.", 403)
-        if request.method not in ("GET", "HEAD"):
-            return _text("Only GET is answered.", 405)
+        stores = request.url.path == "/api/review" and request.headers.get("content-type") == "application/json"
+        if request.method not in ("GET", "HEAD") and not (stores and request.method == "POST"):
+            return _text("Only GET is answered, and a review as JSON.", 405)
         return None
 
     def _right(self, given: str) -> bool:
@@ -176,6 +178,14 @@ async def _document(request: Request) -> Response:
     except Exception as error:  # one request must not end the app  # noqa: BLE001
         log.warning("a document could not be made", name=request.path_params["name"], error=repr(error))
         return _json({"error": f"this is a defect of the viewer: {error!r}"}, 500)
+
+
+async def _review(request: Request) -> Response:
+    documents: Documents = request.app.state.documents
+    try:
+        return _json(await run_in_threadpool(documents.review, orjson.loads(await request.body())))
+    except (EngineError, ValueError) as error:
+        return _json({"error": str(error)}, 400)
 
 
 async def _rows(request: Request) -> Response:

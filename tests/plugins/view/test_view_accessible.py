@@ -13,7 +13,7 @@ from desk import make_runs
 from listing_kit import TRAINING, make_training
 
 pytestmark = [pytest.mark.browser]
-PANELS = ("rewards", "tokens", "seen", "branches", "machine", "facts", "timing")
+PANELS = ("rewards", "tokens", "seen", "branches", "machine", "facts", "timing", "review")
 MARK_CLICKS = """(() => {
   const add = EventTarget.prototype.addEventListener;
   EventTarget.prototype.addEventListener = function (kind, ...rest) {
@@ -21,7 +21,7 @@ MARK_CLICKS = """(() => {
     return add.call(this, kind, ...rest);
   };
 })()"""
-CONTROLS = """() => [...document.querySelectorAll('a[href], button, input, select, summary, [tabindex="0"], [data-clicks]')]
+CONTROLS = """() => [...document.querySelectorAll('a[href], button, input, select, textarea, summary, [tabindex="0"], [data-clicks]')]
   .filter(each => each.checkVisibility() && !each.disabled && !each.closest('.js-plotly-plot'))"""
 """What can be operated. `data-clicks`: what listens to a click."""
 REACHED = f"""() => {{
@@ -69,6 +69,8 @@ def visit(app: tuple[Any, str], places: Any, **context: Any) -> Iterator[tuple[V
         visitor.open(page, **parameters)
         if page == "episode":
             visitor.page.locator("#panel:not([aria-busy]) > *").first.wait_for()
+        if page == "list":
+            visitor.page.locator("section.causes").wait_for()
         if page == "training":
             visitor.page.locator(".plot svg.main-svg").first.wait_for()
         visitor.page.wait_for_load_state("networkidle")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -97,6 +98,27 @@ async def test_the_token_in_the_address_becomes_a_cookie_that_scripts_cannot_rea
 async def test_nothing_can_be_changed(listing: Listing, method: str) -> None:
     async with client(listing) as asking:
         assert (await asking.request(method, "/api/page")).status_code == 405
+
+
+async def test_a_review_is_stored_and_needs_the_token_a_page_of_the_app_and_json(listing: Listing) -> None:
+    row = listing.page("episode.status == 'done'").rows[0]
+    review = {"run": row.run, "id": row.episode, "rating": 1, "tags": ["fair"], "note": "<b>well</b>"}
+    async with client(listing) as asking:
+        foreign = await asking.post("/api/review", json=review, headers={"sec-fetch-site": "cross-site"})
+        form = await asking.post("/api/review", content=json.dumps(review), headers={"content-type": "text/plain"})
+        partial = await asking.post("/api/review", json={"run": row.run, "id": row.episode})
+        wrong = await asking.post("/api/review", json={**review, "tags": ["two words"]})
+        assert [answer.status_code for answer in (foreign, form, partial, wrong)] == [403, 405, 400, 400]
+        reviewer = (await asking.get("/api/sources")).json()["reviewer"]
+        (stored,) = (await asking.post("/api/review", json=review)).json()
+        shown = (await asking.get("/api/episode", params={"run": row.run, "id": row.episode})).json()
+        chosen = (await asking.get("/api/page", params={"filter": "facts.review.rating > 0"})).json()
+    async with client(listing, token=None) as stranger:
+        assert (await stranger.post("/api/review", json=review)).status_code == 403
+    assert (stored["by"], stored["rating"], stored["tags"], stored["note"]) == (reviewer, 1.0, ["fair"], "<b>well</b>")
+    assert shown["reviews"] == [stored]
+    assert [(one["episode"], one["review"]["tags"]) for one in chosen["rows"]] == [(row.episode, ["fair"])]
+    assert len((listing.store(row.run).folder / "reviews.jsonl").read_text().splitlines()) == 1
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,13 @@ export async function get(name, params = {}) {
   return body;
 }
 
+export async function post(name, body) {
+  const answer = await fetch(`api/${name}`, { method: "POST", credentials: "same-origin", headers: { "content-type": "application/json" }, body: JSON.stringify(body) });
+  const found = await answer.json().catch(() => ({ error: `${answer.status} ${answer.statusText}` }));
+  if (!answer.ok) throw new Error(found.error);
+  return found;
+}
+
 export function imageAddress(run, digest) {
   if (offline) return offline.images[digest] || null;
   return `api/image?${new URLSearchParams({ run, digest })}`;

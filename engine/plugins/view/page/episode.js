@@ -12,6 +12,7 @@ import { branchesPanel } from "./branches.js";
 import { machinePanel } from "./machine.js";
 import { factsPanel } from "./facts.js";
 import { timingPanel } from "./timing.js";
+import { mayReview, review, reviewPanel } from "./review.js";
 
 const PANELS = {
   rewards: ["Rewards", rewardsPanel],
@@ -21,6 +22,7 @@ const PANELS = {
   machine: ["Machine", machinePanel],
   facts: ["Facts", factsPanel],
   timing: ["Timing", timingPanel],
+  review: ["Review", reviewPanel],
 };
 const AGAIN = 3000;
 
@@ -140,7 +142,7 @@ export async function episodePage(main, params, sources) {
     panel.dataset.tab = tab();
     panel.setAttribute("aria-busy", "true");
     try {
-      const made = await PANELS[tab()][1](episode, { ...given, turn, run: given.run }, open);
+      const made = await PANELS[tab()][1](episode, { ...given, turn, run: given.run }, open, sources.reviewer);
       if (number === asked) replaced(panel, made);
       if (number === asked && toToken) panel.querySelector(`.token[data-at="${given.token}"]`)?.focus();
     } catch (error) {
@@ -178,6 +180,11 @@ export async function episodePage(main, params, sources) {
     const next = Math.max(0, Math.min(last, now + by));
     if (last >= 0) { open({ turn: next }); announce(`Turn ${next}`); }
   };
+  const rated = async (rating) => {
+    if (!mayReview(episode, sources.reviewer)) return;
+    await review(episode, sources.reviewer, { rating }).catch((error) => announce(error.message));
+    if (tab() === "review") await select(false);
+  };
   const keys = [
     ["j", "Next turn", () => turnBy(1)],
     ["k", "Previous turn", () => turnBy(-1)],
@@ -185,6 +192,8 @@ export async function episodePage(main, params, sources) {
     ["p", "Previous episode of the list", () => main.querySelector("a[rel=prev]")?.click()],
     ...(episode.outcome?.trainable ? [["t", "First trained token", toTrained]] : []),
     ["g", "Samples of this task side by side", () => go("group", { run: given.run, task: episode.task.id })],
+    ["+", "Rate this episode as good", () => rated(1)],
+    ["-", "Rate this episode as bad", () => rated(-1)],
     ["u Escape", "Back to the list", () => go("list", listParams(given))],
     ...Object.entries(PANELS).map(([name, [title]], at) => [String(at + 1), title, () => open({ tab: name })]),
   ];

@@ -3,6 +3,7 @@
 import { h, inline, integer, put, seconds, signed, table, tone } from "./dom.js";
 import { get, offline } from "./data.js";
 import { address, go, listParams } from "./route.js";
+import { reviewCells } from "./review.js";
 
 const PAGE = 100;
 const REFRESH = 4000;
@@ -22,6 +23,7 @@ function columns(names, several, params) {
     ["time", "seconds", "number"],
     ["version", "version", "number"],
     ...(params.steps ? [["step", "step", "number"]] : []),
+    ...(params.reviewed ? [["rating", null, "number"], ["tags", null, ""]] : []),
   ];
 }
 
@@ -53,6 +55,7 @@ function cells(row, names, several, withSteps, params) {
     seconds(row.seconds),
     versions(row),
     ...(withSteps ? [row.step ?? ""] : []),
+    ...(params.reviewed ? reviewCells(row.review) : []),
   ];
 }
 
@@ -112,10 +115,12 @@ export async function listPage(main, params, sources) {
     const page = await get("page", ask);
     const found = [...new Set(page.rows.flatMap((row) => Object.keys(row.rewards)))].sort();
     const names = found.length > 1 ? found : [];
-    const shape = columns(names, several, { steps: withSteps });
     const rows = page.rows;
+    const reviewed = rows.some((row) => row.review?.by.length);
+    const shape = columns(names, several, { steps: withSteps, reviewed });
     const pages = Math.ceil(page.total / PAGE);
     const heads = shape.map(([title, key, kind]) => {
+      if (key === null) return { class: kind, text: title };
       const on = ask.sort === key;
       const next = on && !ask.descending ? "true" : null;
       return { class: kind, text: h("a", { href: address("list", { ...params, sort: key, descending: next, page: null }),
@@ -131,7 +136,7 @@ export async function listPage(main, params, sources) {
     const parts = [
       causes, h("p", { class: "sum" }, totals, skipped),
       pager,
-      rows.length ? table(heads, rows.map((row) => ({ cells: cells(row, names, several, withSteps, params) })), { caption: "Episodes", class: "episodes" })
+      rows.length ? table(heads, rows.map((row) => ({ cells: cells(row, names, several, withSteps, { ...params, reviewed }) })), { caption: "Episodes", class: "episodes" })
         : h("p", { class: "empty" }, params.filter || params.text ? "No episode matches." : "There are no episodes yet."),
       pager ? pager.cloneNode(true) : null,
       rows.length ? actions(params) : null,
