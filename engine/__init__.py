@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from engine.moved_names import MovedModules
 
 if TYPE_CHECKING:
+    from engine.api.checks import check as check
     from engine.api.launch import Launch as Launch
     from engine.api.launch import play as play
     from engine.api.launch import run as run
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from engine.schemas.message import Message as Message
     from engine.schemas.reward import RewardEvent as RewardEvent
     from engine.spec.load import LoadedSpec
+    from engine.spec.text.diagnostic import Diagnostic as Diagnostic
 
     Episode = StoredEpisode
     Spec = LoadedSpec
@@ -49,6 +51,7 @@ __version__ = "0.1.0"
 
 PUBLIC = {
     "ConsoleProgress": "engine.api.progress:ConsoleProgress",
+    "Diagnostic": "engine.spec.text.diagnostic:Diagnostic",
     "Dialogue": "engine.environments.function:Dialogue",
     "End": "engine.environments.function:End",
     "EngineError": "engine.errors:EngineError",
@@ -69,6 +72,7 @@ PUBLIC = {
     "User": "engine.schemas.environment:User",
     "UserTurn": "engine.schemas.environment:UserTurn",
     "action": "engine.schemas.environment:action",
+    "check": "engine.api.checks:check",
     "environment": "engine.environments.function:environment",
     "load": "engine.api.specs:load",
     "open": "engine.api.runs:open",

@@ -77,6 +77,11 @@ class StoredEpisode:
         reward = "" if self.reward is None else f", reward {self.reward:+.3f}"
         return f"<Episode {self.id}: {self.failure or self.row.event or self.row.status}{reward}>"
 
+    def _repr_html_(self) -> str:
+        from engine.api.notebook import episode_html
+
+        return episode_html(self)
+
 
 class Run:
     """A stored run. Made by `engine.run` and `engine.open`."""
@@ -190,6 +195,11 @@ class Run:
     def __repr__(self) -> str:
         part = "" if not self._expressions else f", where {' and '.join(self._expressions)}"
         return f"<Run {self.id}: {self.status}{part}>"
+
+    def _repr_html_(self) -> str:
+        from engine.api.notebook import run_html
+
+        return run_html(self)
 
 
 def open(run: str | Path, out: str | Path = "runs") -> Run:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import engine
+from engine import plugin
 
 REPLIES = [
     {"task": "a", "replies": ["It is 42."]},
@@ -77,3 +78,22 @@ def test_episodes_as_a_table_of_pandas(run: engine.Run) -> None:
     assert table[["id", "turns"]].values.tolist() == [["a/0", 1], ["b/0", 2], ["c/0", 1]]
     assert table[table.failure == "script_exhausted"].id.tolist() == ["c/0"]
     assert table.reward.sum() == pytest.approx(1.8)
+
+
+def test_a_notebook_shows_the_turns_and_nothing_of_them_as_markup(
+    make_spec: Callable[..., Path], tmp_path: Path
+) -> None:
+    run = engine.run(make_spec(["<b>41</b>", "It is 42."]), out=tmp_path, progress=False)
+    shown = run._repr_html_()
+    assert (
+        "<tr><td>a/0</td><td>0</td><td>&lt;b&gt;41&lt;/b&gt;</td><td>answered</td><td>reward -0.100</td></tr>" in shown
+    )
+    assert "1 episodes, mean reward +0.900; solved 1" in shown
+    assert ("<svg" in shown) == ("pictures" in plugin.installed().plugins)
+    assert "<td>1</td><td>It is 42.</td><td>answered</td><td>correct +1.000</td>" in run.episodes[0]._repr_html_()
+
+
+def test_check_gives_findings_as_objects(make_spec: Callable[..., Path]) -> None:
+    assert [item for item in engine.check(make_spec(["42"])) if item.severity == "error"] == []
+    found = engine.check(make_spec(["42"], limits={"turns": 3}))
+    assert [(item.rule, item.path) for item in found] == [("spec.unknown-key", ("limits", "turns"))]
