@@ -31,24 +31,27 @@ def _rules(ctx: CheckContext) -> Iterator[tuple[DataPath, ReassignRule]]:
             yield ("rewards", "reassign", index), item
 
 
+_Chosen = tuple[tuple[TurnChoice, int | None], ...]
+
+
 class _Moment(NamedTuple):
     """What is known when a rule may apply."""
 
     turns: int
     """The turns of the model so far."""
-    chosen: Mapping[TurnChoice, int | None]
+    chosen: _Chosen = ()
     """The turn of each address by state or event; None: there is none yet. Without those that are not known."""
 
     def lacks(self, address: TurnAddress) -> bool:
         """Whether there is no such turn yet."""
         if isinstance(address, TurnChoice):
-            return self.chosen.get(address, 0) is None
+            return (address, None) in self.chosen
         return self.turns < _turns_needed(address)
 
     def means(self, address: TurnAddress | None) -> int | None:
         """The turn that an address refers to; None if it refers to several or none, or that is not known."""
         if isinstance(address, TurnChoice):
-            return self.chosen.get(address)
+            return dict(self.chosen).get(address)
         if address is None or self.lacks(address):
             return None
         if isinstance(address, int):
@@ -65,54 +68,51 @@ def _turns_needed(address: TurnAddress) -> int:
 
 
 def _moments(ctx: CheckContext, item: ReassignRule) -> list[_Moment]:
-    """When a rule may apply. In a final state, only with a turn, if there may be any."""
+    """When a rule may apply, each once. In a final state, only with a turn, if there may be any."""
     when = None if item.when is None else ctx.formula(item.when)
     choices = [address for _, address in _addresses(item) if isinstance(address, TurnChoice)]
     if choices and ctx.graph.exact and ctx.spec.limits.assistant_turns is not None:
         places = _chosen(ctx, item.at, choices)
     else:
-        moments = ctx.graph.moments(item.at)
-        ctx.work.spend(len(moments))
-        places = [(place, {}) for place in moments if not place.late]
+        places = [(place, ()) for place in ctx.graph.moments(item.at) if not place.late]
+        ctx.work.spend(len(places))
     if ctx.states[item.at].final:
         places = [(place, chosen) for place, chosen in places if place.turns] or places
-    return [
-        _Moment(place.turns, chosen)
+    moments = {
+        _Moment(place.turns, chosen): None
         for place, chosen in places
         if when is None or ctx.graph.truth(when, place, ctx.work) is not False
-    ]
+    }
+    return [*moments]
 
 
-def _chosen(
-    ctx: CheckContext, state: str, choices: list[TurnChoice]
-) -> list[tuple[Place, Mapping[TurnChoice, int | None]]]:
+def _chosen(ctx: CheckContext, state: str, choices: list[TurnChoice]) -> list[tuple[Place, _Chosen]]:
     """The places after the action of a state, with the turns that some addresses mean there, on all paths."""
-    start: tuple[Place, tuple[int | None, ...]] = (Place(ctx.machine.initial, START), (None,) * len(choices))
-    seen = {start: None}
-    moments: dict[tuple[Place, tuple[int | None, ...]], None] = {}
+    start: tuple[Place, _Chosen] = (Place(ctx.machine.initial, START), tuple((choice, None) for choice in choices))
+    seen = {start}
+    moments: dict[tuple[Place, _Chosen], None] = {}
     waiting = [start]
     while waiting:
-        place, turns = waiting.pop()
-        steps = [step for step in ctx.graph.steps[place] if not step.dest.late]
-        ctx.work.spend(len(steps) + 1)
+        place, chosen = waiting.pop()
         if place.state == state and ctx.states[state].final:
-            moments[place, turns] = None
-        for step in steps:
-            number = step.dest.turns - 1 if TURNS in step.used else None
-            after = tuple(
-                number
-                if number is not None
-                and choice.name in (place.state, step.event)
-                and (turn is None or choice.last is not None)
-                else turn
-                for choice, turn in zip(choices, turns, strict=True)
-            )
+            moments[place, chosen] = None
+        for step in ctx.graph.steps[place]:
+            ctx.work.spend()
+            after = (step.dest, chosen)
+            if TURNS in step.used:
+                kinds = (place.state, step.event)
+                after = (step.dest, tuple(_newer(choice, turn, kinds, step.dest.turns - 1) for choice, turn in chosen))
             if place.state == state and step.event not in (*ALWAYS, OVERFLOW):
-                moments[step.dest, after] = None
-            if (step.dest, after) not in seen:
-                seen[step.dest, after] = None
-                waiting.append((step.dest, after))
-    return [(place, dict(zip(choices, turns, strict=True))) for place, turns in moments]
+                moments[after] = None
+            if after not in seen and not step.dest.late:
+                seen.add(after)
+                waiting.append(after)
+    return [*moments]
+
+
+def _newer(choice: TurnChoice, turn: int | None, kinds: tuple[str, str], newest: int) -> tuple[TurnChoice, int | None]:
+    """An address by state or event, with the turn that it means after the newest turn, which is of these kinds."""
+    return choice, newest if choice.name in kinds and (turn is None or choice.last) else turn
 
 
 def _addresses(item: ReassignRule) -> list[tuple[str, TurnAddress]]:

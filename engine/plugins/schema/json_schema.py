@@ -370,7 +370,7 @@ EXAMPLES: dict[str, dict[str, list[Any]]] = {
         "at": ["AWAITING_USER_FEEDBACK"],
         "when": ["feedback.solved && turns.user > 1"],
         "turn": ["last"],
-        "to": ["previous", 0],
+        "to": ["previous", 0, {"first": "answered"}],
         "share": [0.3],
     },
     "IsolationSpec": {"memory": ["1GB"], "cpu": ["60s"], "output": ["1MB"], "processes": [16], "user": ["engine"]},
