@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from engine.api.runs import StoredEpisode
     from engine.api.runs import open as open
     from engine.api.specs import load as load
+    from engine.api.trainings import Training as Training
+    from engine.api.trainings import TrainingLaunch as TrainingLaunch
+    from engine.api.trainings import fit as fit
+    from engine.api.trainings import fit_async as fit_async
     from engine.environments.function import Dialogue as Dialogue
     from engine.environments.function import End as End
     from engine.environments.function import environment as environment
@@ -68,12 +72,16 @@ PUBLIC = {
     "SpecError": "engine.errors:SpecError",
     "Step": "engine.schemas.environment:Step",
     "Task": "engine.schemas.environment:Task",
+    "Training": "engine.api.trainings:Training",
+    "TrainingLaunch": "engine.api.trainings:TrainingLaunch",
     "ToolReply": "engine.schemas.environment:ToolReply",
     "User": "engine.schemas.environment:User",
     "UserTurn": "engine.schemas.environment:UserTurn",
     "action": "engine.schemas.environment:action",
     "check": "engine.api.checks:check",
     "environment": "engine.environments.function:environment",
+    "fit": "engine.api.trainings:fit",
+    "fit_async": "engine.api.trainings:fit_async",
     "load": "engine.api.specs:load",
     "open": "engine.api.runs:open",
     "play": "engine.api.launch:play",

@@ -48,6 +48,8 @@ class BackendBase(Contract):
     """With `trains`: the values of `train.weight_sync.method` that it takes."""
     weights_in_servers: ClassVar[bool] = False
     """Its servers outlive a run, so their weights may differ from those of `model.path`."""
+    loads_model: ClassVar[bool] = False
+    """Its start loads the model into this process, which takes a while."""
     releases_memory: ClassVar[bool] = False
     """Its servers can release the memory of their GPUs during an update."""
     resumable: ClassVar[tuple[str, ...]] = ()

@@ -163,14 +163,8 @@ class Launch:
                 removed.
         """
         stop = stop or asyncio.Event()
-        work = asyncio.ensure_future(self._drive(progress_of(progress), keep_going=keep_going, stop=stop))
         try:
-            try:
-                result = await asyncio.shield(work)
-            except asyncio.CancelledError:
-                stop.set()
-                await work
-                raise
+            result = await finished(self._drive(progress_of(progress), keep_going=keep_going, stop=stop), stop)
         except EngineError:
             self.store.discard()
             raise
@@ -192,6 +186,8 @@ class Launch:
         observers = RunObservers(loaded, store)
         async with observers.of_errors():
             try:
+                if loaded.spec.backend.loads_model:
+                    progress.say(f"loading {loaded.spec.model.path} …")
                 await backend.start()
                 progress.say(
                     f"{loaded.spec.name}: {len(tasks)} tasks × {loaded.spec.rollout.samples_per_task} samples on "
@@ -339,6 +335,17 @@ def run(
             progress=progress,
         )
     )
+
+
+async def finished(work: Coroutine[Any, Any, T], stop: asyncio.Event) -> T:
+    """Wait for a coroutine that `stop` ends cleanly. A cancellation sets `stop`, and is raised when it has ended."""
+    task = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        stop.set()
+        await task
+        raise
 
 
 def blocking(work: Coroutine[Any, Any, T]) -> T:

@@ -1,4 +1,5 @@
-"""What is shown while a run goes on: a live panel on a terminal, a line from time to time elsewhere, or nothing.
+"""What is shown while a run or a training goes on: a live panel on a terminal and in a notebook, a line from time to
+time elsewhere, or nothing.
 
     run = engine.run(spec)                              # on stderr
     run = engine.run(spec, progress=False)              # nothing
@@ -9,18 +10,21 @@ Invariant: what shows progress changes nothing that a run does or stores.
 
 from __future__ import annotations
 
+import io
+import sys
 import threading
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Protocol
+from itertools import repeat
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rich.console import Console, Group, RenderableType
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from engine.console import make_console
+from engine.console import SafeConsole, make_console
 
 if TYPE_CHECKING:
     from engine.runner.counters import RunCounters
@@ -30,6 +34,8 @@ _CAUSES = 3
 """Maximum number of causes and limits on a line."""
 _FIRST, _OFTEN, _SELDOM = 2.0, 5.0, 30.0
 _OFTEN_UNTIL = 60.0
+_NOTEBOOK_LINES, _NOTEBOOK_PAUSE = 20, 0.5
+"""Number of lines that a notebook shows above the panel, and the seconds between two updates of the panel."""
 
 
 class Panel(Protocol):
@@ -50,6 +56,9 @@ class Progress(Protocol):
 
     def warn(self, text: str) -> None:
         """Show a line about something that may be wrong, such as a warning about the spec."""
+
+    def step(self, text: str) -> None:
+        """Show a line about a finished part of what is watched, such as a step of a training."""
 
     def watching(self, panel: Panel) -> AbstractContextManager[None]:
         """Show a panel while the block runs."""
@@ -75,6 +84,11 @@ class ConsoleProgress:
         """See `Progress`."""
         self.console.print(text, style="yellow", markup=False, highlight=False)
 
+    def step(self, text: str) -> None:
+        """See `Progress`."""
+        if not self._quiet:
+            self._print_line(text)
+
     @contextmanager
     def watching(self, panel: Panel) -> Iterator[None]:
         """See `Progress`."""
@@ -95,11 +109,64 @@ class ConsoleProgress:
         self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
+class NotebookProgress:
+    """Progress below a cell of a notebook: one output, which shows the newest lines and the panel."""
+
+    def __init__(self) -> None:
+        self._lines: deque[Text] = deque(maxlen=_NOTEBOOK_LINES)
+        self._panel: Panel | None = None
+        self._handle: Any = None
+
+    def say(self, text: str) -> None:
+        """See `Progress`."""
+        self._add(Text(text))
+
+    def warn(self, text: str) -> None:
+        """See `Progress`."""
+        self._add(Text(text, style="dark_orange"))
+
+    def step(self, text: str) -> None:
+        """See `Progress`."""
+        self._add(Text(text))
+
+    @contextmanager
+    def watching(self, panel: Panel) -> Iterator[None]:
+        """See `Progress`."""
+        self._panel = panel
+        try:
+            with ticking(lambda: "", lambda _: self._show(), repeat(_NOTEBOOK_PAUSE)):
+                yield
+        finally:
+            self._panel = None
+            self._show()
+
+    def _add(self, line: Text) -> None:
+        self._lines.append(line)
+        self._show()
+
+    def _show(self) -> None:
+        from IPython.display import display
+
+        panel = self._panel
+        console = SafeConsole(file=io.StringIO(), record=True, width=100, force_jupyter=False)
+        console.print(*self._lines, *([panel] if panel is not None else []), sep="\n")
+        text = console.export_text(clear=False)
+        html = console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
+        data = {"text/plain": text, "text/html": html}
+        if self._handle is None:
+            self._handle = display(data, raw=True, display_id=True)  # type: ignore[no-untyped-call]
+        else:
+            self._handle.update(data, raw=True)
+
+
 def progress_of(progress: Progress | bool) -> Progress:
     """The progress that an argument asks for: True is the default one, False shows nothing."""
-    if isinstance(progress, bool):
-        return ConsoleProgress() if progress else ConsoleProgress(Console(quiet=True), quiet=True)
-    return progress
+    if not isinstance(progress, bool):
+        return progress
+    if not progress:
+        return ConsoleProgress(Console(quiet=True), quiet=True)
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    return ConsoleProgress() if getattr(shell, "kernel", None) is None else NotebookProgress()
 
 
 def duration(seconds: float) -> str:
@@ -152,13 +219,15 @@ def pauses() -> Iterator[float]:
 
 
 @contextmanager
-def ticking(line: Callable[[], str | None], say: Callable[[str], None]) -> Iterator[None]:
+def ticking(
+    line: Callable[[], str | None], say: Callable[[str], None], after: Iterable[float] | None = None
+) -> Iterator[None]:
     """Say a line of progress from time to time, in a thread, also while other code computes. `line` may return None:
-    nothing to say."""
+    nothing to say. `after`: the seconds before each line."""
     stop = threading.Event()
 
     def work() -> None:
-        for pause in pauses():
+        for pause in after or pauses():
             if stop.wait(pause):
                 return
             if (words := line()) is not None:

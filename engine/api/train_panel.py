@@ -1,25 +1,26 @@
-"""The output of `engine train`: a live table on a terminal, one line per step elsewhere."""
+"""What is shown of a training: a live table, and a line for each step."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from rich.console import Console, Group
+from rich.console import Group
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from engine.api.progress import duration, endings, running, speed, ticking
+from engine.api.progress import duration, endings, running, speed
 
 if TYPE_CHECKING:
     from engine.runner.counters import RunCounters
 
 BARS = "▁▂▃▄▅▆▇█"
+_COLUMNS = 80
+"""Maximum length of the line of a step."""
 _ETA_STEPS = 10
 """Number of the newest steps whose mean duration gives the remaining time."""
 WIDTH = 40
@@ -49,12 +50,13 @@ def spark(values: list[float], width: int = WIDTH) -> str:
 
 
 class TrainPanel:
-    """The live table; rich renders it at each refresh.
+    """The live table, a `Panel`.
 
-    panel = TrainPanel(steps=100, live=live)
-    with shown(panel, console, quiet=False):
+    panel = TrainPanel(steps=100)
+    with progress.watching(panel):
         panel.phase("rollout")
         panel.update(1, {"reward/mean": 0.4, "time/rollout": 8.1})
+        progress.step(panel.step_line())
     """
 
     def __init__(self, steps: int, live: RunCounters | None = None) -> None:
@@ -64,16 +66,15 @@ class TrainPanel:
             live: Counts of the running episodes; can be set later.
         """
         self.live = live
-        self.printer: Console | None = None
-        """Console on which each update is printed as a line. None: updates are not printed."""
         self._steps = steps
         self._step = 0
-        self._doing = ""
+        self._doing = "loading"
         self._now: dict[str, float] = {}
         self._evaluated: dict[str, float] = {}
         self._rewards: deque[float] = deque(maxlen=WIDTH)
         self._losses: deque[float] = deque(maxlen=WIDTH)
         self._seconds: deque[float] = deque(maxlen=_ETA_STEPS)
+        self._ended = (0, 0)
         self._began = time.perf_counter()
 
     def phase(self, name: str) -> None:
@@ -87,38 +88,33 @@ class TrainPanel:
             self._seconds.append(sum(seconds for _, seconds in times))
         self._evaluated |= {name: value for name, value in values.items() if name.startswith("eval/")}
         self._now = dict(values)
+        if self.live is not None:  # the replies of the episodes that ended since the step before
+            ended = self.live.cut, self.live.finished_turns
+            cut, turns = (now - before for now, before in zip(ended, self._ended, strict=True))
+            self._ended, self._now["cut"] = ended, cut / max(turns, 1)
         if "reward/mean" in values:
             self._rewards.append(values["reward/mean"])
         elif "loss" in values:  # a training that samples no episodes
             self._losses.append(values["loss"])
-        if self.printer is not None:
-            self.printer.print(self.line(), markup=False, highlight=False, soft_wrap=True)
 
-    def line(self) -> str:
-        """The newest step on one line, for logs."""
+    def step_line(self) -> str:
+        """The newest step on one line that fits a terminal: what does not fit is left out."""
         now = self._now
-        parts = [f"step {self._step}/{self._steps}", *([f"{duration(self.eta)} left"] if self.eta is not None else [])]
-        for name, key, form in (
-            ("reward", "reward/mean", "{:.3f}"),
-            ("eval reward", "eval/reward", "{:.3f}"),
-            ("loss", "loss", "{:.4g}"),
-            ("KL", "policy/approx_kl", "{:.2g}"),
-            ("entropy", "policy/entropy", "{:.3f}"),
-            ("sampler/trainer log-prob gap", "sampler/diff_mean", "{:.2g}"),
-            ("staleness", "staleness/mean", "{:.2g}"),
-            ("tokens/s", "tokens_per_second", "{:.0f}"),
+        left = None if self.eta is None else " ".join(duration(self.eta).split()[:2])
+        unplaced = now.get("credit/unplaced_rewards")
+        line = f"step {self._step}/{self._steps}"
+        for part in (
+            f"WARNING: {unplaced:.0f} rewards reach no token" if unplaced else None,
+            _number("reward", now, "reward/mean") or _number("loss", now, "loss", ".4g"),
+            *_batch(now),
+            _number("eval", now, "eval/reward"),
+            f"{left} left" if left else None,
+            _number("KL", now, "policy/approx_kl", ".2g"),
+            _number("tokens/s", now, "tokens_per_second", ".0f"),
         ):
-            if key in now:
-                parts.append(f"{name} {form.format(now[key])}")
-        if again := now.get("rollout/regenerated_tokens"):
-            parts.append(f"sampled again {again:.0f}")
-        parts += _batch(now)
-        if unplaced := now.get("credit/unplaced_rewards"):
-            parts.append(f"WARNING: {unplaced:.0f} rewards reach no token")
-        times = _times(now)
-        if times:
-            parts.append(" ".join(f"{phase} {seconds:.1f}s" for phase, seconds in times))
-        return " · ".join(parts)
+            if part and len(line) + len(part) + 3 <= _COLUMNS:
+                line += f" · {part}"
+        return line
 
     @property
     def eta(self) -> float | None:
@@ -127,19 +123,21 @@ class TrainPanel:
         left = self._steps - self._step
         return left * sum(self._seconds) / len(self._seconds) if self._seconds and left > 0 else None
 
-    def progress(self) -> str | None:
-        """The phase and the running episodes on one line, for logs between two steps; None if nothing is known yet."""
-        parts = [f"step {min(self._step + 1, self._steps)}/{self._steps}", *filter(None, [self._doing])]
+    def line(self) -> str | None:
+        """The phase and the running episodes on one line, for logs between two steps; None after the last one."""
+        if self._step >= self._steps:
+            return None
+        parts = [f"step {self._step + 1}/{self._steps}", self._doing]
         if self.live is not None:
             states = " ".join(f"{state}={count}" for state, count in running(self.live))
             parts += [f"{self.live.finished} finished", speed(self.live), *endings(self.live), states or "0 running"]
             parts += filter(None, [self.live.waits])
-        return " · ".join(parts) if self._doing or self.live is not None else None
+        return " · ".join(parts)
 
     def __rich__(self) -> Group:
         rows = Table.grid(padding=(0, 2))
         rows.add_column(style="bold", no_wrap=True)
-        rows.add_column(no_wrap=True)
+        rows.add_column()
         if self._losses:
             rows.add_row("loss", _curve(self._losses))
             epochs = [value for name, value in self._now.items() if name.endswith("/epoch")]
@@ -157,7 +155,7 @@ class TrainPanel:
             if parts:
                 rows.add_row(title, "  ".join(parts))
         if parts := _batch(self._now):
-            rows.add_row("batch", Text("  ".join(parts), style="yellow"))
+            rows.add_row("batch", "  ".join(parts))
         if unplaced := self._now.get("credit/unplaced_rewards"):
             words = f"{unplaced:.0f} rewards (sum {self._now['credit/unplaced_sum']:.3g}) reach no token: see the log"
             rows.add_row("warning", Text(words, style="bold red"))
@@ -200,35 +198,21 @@ def _curve(values: deque[float]) -> Text:
     return Text(f"{values[-1]:.3f}  ").append(spark(list(values)), style="magenta")
 
 
-@contextmanager
-def shown(panel: TrainPanel, console: Console, *, quiet: bool = False) -> Iterator[None]:
-    """Show the panel: live on a terminal, one line per step elsewhere, nothing if `quiet`."""
-    if quiet:
-        yield
-        return
-    if console.is_terminal:
-        from rich.live import Live as LiveDisplay
-
-        with LiveDisplay(panel, console=console, refresh_per_second=4):
-            yield
-        return
-    panel.printer = console
-    try:
-        with ticking(panel.progress, lambda line: console.print(line, markup=False, highlight=False, soft_wrap=True)):
-            yield
-    finally:
-        panel.printer = None
+def _number(label: str, values: Mapping[str, float], name: str, form: str = ".3f") -> str | None:
+    return f"{label} {values[name]:{form}}" if name in values else None
 
 
 def _batch(values: Mapping[str, float]) -> list[str]:
-    """What a step says of its batch: how many groups were sampled, if more than it trained on, and why the weights did
-    not change."""
+    """What a step says of its batch: success, groups without a signal, cut replies, and that no weight changed."""
     words = []
-    used, sampled = values.get("groups/used", 0.0), values.get("groups/sampled", 0.0)
-    if used < sampled:
-        words.append(f"{used:.0f} of {sampled:.0f} sampled groups have a signal")
+    if "episode/solved" in values:
+        words.append(f"solved {values['episode/solved']:.0%}")
+    if equal := values.get("groups/equal"):
+        words.append(f"no signal {equal:.0f}/{values['groups/sampled']:.0f}")
+    if (cut := values.get("cut", 0.0)) >= 0.005:
+        words.append(f"cut {cut:.0%}")
     if values.get("updates") == 0:
-        words.append("no update: no group has a signal")
+        words.append("no update")
     return words
 
 

@@ -103,7 +103,7 @@ _EXAMPLES = (
 _PANELS = {
     "Begin": ("new", "envs", "models"),
     "Run": ("run", "eval", "replay", "rescore"),
-    "Look": ("show", "view", "compare", "graph"),
+    "Look": ("show", "view", "rate", "compare", "graph"),
     "Train": ("train", "plan", "compact"),
     "Check": ("validate", "explain", "test", "doctor", "template", "audit"),
     "Connect": ("export", "import", "serve", "schema", "plugins"),

@@ -32,7 +32,6 @@ KeepGoing = Annotated[
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress.")]
 Score = Annotated[str | None, typer.Option(metavar="LABEL", help="Use the rewards of this score of `engine rescore`.")]
-Port = Annotated[int, typer.Option(min=0, max=65535, help="Port; 0: a free one, which is printed.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 Imports = Annotated[
     list[str] | None,

@@ -34,6 +34,9 @@ class Notes:
     def warn(self, text: str) -> None:
         self.said.append(text)
 
+    def step(self, text: str) -> None:
+        self.said.append(text)
+
     @contextmanager
     def watching(self, panel: engine.api.progress.Panel) -> Iterator[None]:
         yield

@@ -17,6 +17,7 @@ class LocalBackendSpec(BackendBase):
     weight_methods: ClassVar[tuple[str, ...]] = ("auto", "tensors")
     unsupported_sampling: ClassVar[tuple[str, ...]] = CONSTRAINTS
     reports_experts: ClassVar[bool] = True
+    loads_model: ClassVar[bool] = True
 
     kind: Literal["local"] = "local"
     device: str = "auto"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 from engine.cli.exits import ERROR, FAILED, errors_exit, wrong_usage
-from engine.cli.options import Limit, Out, Overrides, Port, Quiet, Resume, SpecPath
+from engine.cli.options import Limit, Out, Overrides, Quiet, Resume, SpecPath
 from engine.terminal import echo
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def serve(
         int | None, typer.Option(min=1, help="Groups of a request that run or wait to be read, at most.")
     ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Port = 0,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0: a free one, which is printed.")] = 0,
     overrides: Overrides = None,
     limit: Limit = None,
     out: Out = None,

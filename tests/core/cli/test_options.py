@@ -17,7 +17,7 @@ from engine import __version__
 from engine.cli import main, options
 
 ORDER = (
-    "--score", "--port", "--set", "--limit", "--runs", "--out", "--resume", "--format", "--json", "--import", "--keep-going", "--quiet",
+    "--score", "--set", "--limit", "--runs", "--out", "--resume", "--format", "--json", "--import", "--keep-going", "--quiet",
 )  # fmt: skip
 """The order of the options that several commands have; a command's own may stand between them."""
 OWN = {

@@ -143,18 +143,22 @@ def test_a_line_is_said_while_other_code_computes(monkeypatch: pytest.MonkeyPatc
 
 def test_a_training_says_what_runs_between_two_steps(clock: Clock) -> None:
     panel = TrainPanel(steps=4)
-    assert panel.progress() is None
+    assert panel.line() == "step 1/4 · loading"
     panel.phase("rollout")
     panel.live = RunCounters(total=64, began=clock.now)
     panel.live.end(ended(2, limit="context"))
     panel.live.states["GENERATING"] = 7
     panel.live.turns = 30
     clock.now += 10
-    assert panel.progress() == (
+    assert panel.line() == (
         "step 1/4 · rollout · 1 finished · 30 turns · 3.0 turns/s · 0 tokens/s · ended by limits: context 100% · GENERATING=7"
     )
     assert panel.eta is None
     panel.update(1, {"time/rollout": 60.0, "time/update": 30.0})
     assert panel.eta == 270.0
+    assert panel.step_line() == "step 1/4 · 4 min left"
+    panel.live.end(replace(ended(4), turns=[replace(turn, event="truncated") for turn in ended(1).turns] * 4))
+    panel.update(2, {"time/rollout": 60.0})
+    assert panel.step_line() == "step 2/4 · cut 100% · 2 min left"
     panel.update(4, {"time/rollout": 60.0})
-    assert panel.eta is None
+    assert (panel.eta, panel.line()) == (None, None)

@@ -77,7 +77,7 @@ def test_a_requeued_job_repeats_its_command(spec: Path) -> None:
     header = folders.read_header(Path("runs/job-7"))
     assert header.spec["train"]["steps"] == 3
     refused = train(str(spec), "--out", "runs", "--run-name", "job-7")
-    assert (refused.exit_code, "--resume auto continues it" in refused.output) == (2, True)
+    assert (refused.exit_code, "exists: `--resume auto`" in refused.output) == (1, True)
     other = train(*command, "--set", "limits.turn_tokens=9", "--set", "train.seed=4")
     assert other.exit_code == 1
     assert "cannot change `limits.turn_tokens`, `train.seed`: its episodes and updates depend on them" in other.output
@@ -125,12 +125,16 @@ def test_what_may_change_is_set_at_a_resume_and_stays(spec: Path) -> None:
         (["--resume", "auto"], "--resume auto takes SPEC and --run-name"),
         (["spec.yaml", "--resume", "auto"], "--resume auto takes SPEC and --run-name"),
         (["spec.yaml", "--resume", "latest"], "leave out SPEC and --run-name"),
-        (["spec.yaml", "--run-name", "../x"], "use letters, digits"),
     ],
 )
 def test_commands_that_mean_nothing_are_refused(arguments: list[str], words: str, spec: Path) -> None:
     found = train(*arguments)
     assert (found.exit_code, words in found.output) == (2, True), found.output
+
+
+def test_a_name_is_that_of_a_folder(spec: Path) -> None:
+    found = train(str(spec), "--run-name", "../x")
+    assert (found.exit_code, "use letters, digits" in found.output) == (1, True), found.output
 
 
 def test_every_value_of_an_episode_is_refused(spec: Path) -> None:

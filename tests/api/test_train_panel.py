@@ -7,11 +7,13 @@ import math
 
 from rich.console import Console
 
-from engine.api.train_panel import TrainPanel, shown, spark
+from engine.api.progress import ConsoleProgress
+from engine.api.train_panel import TrainPanel, spark
 from engine.runner.counters import RunCounters
 
 VALUES = {
-    "reward/mean": 0.5, "reward/turn/1": -0.25, "reward/turn/0": 0.75, "eval/reward": 0.625, "loss": 0.0123,
+    "reward/mean": 0.5, "episode/solved": 0.41, "cut": 0.12, "groups/equal": 3.0, "groups/sampled": 8.0,
+    "reward/turn/1": -0.25, "reward/turn/0": 0.75, "eval/reward": 0.625, "loss": 0.0123,
     "policy/approx_kl": 0.00031, "policy/entropy": 1.25, "sampler/diff_mean": 2e-6, "staleness/mean": 0.5,
     "tokens_per_second": 812.4, "time/rollout": 9.0, "time/update": 3.0,
 }  # fmt: skip
@@ -34,25 +36,27 @@ def test_a_spark_runs_from_the_least_to_the_greatest() -> None:
     assert spark([]) == ""
 
 
-def test_a_step_is_one_line_where_there_is_no_terminal() -> None:
-    console = Console(file=io.StringIO(), width=20, force_terminal=False)
+def test_a_step_is_one_line_that_fits_a_terminal() -> None:
     panel = TrainPanel(steps=10)
-    with shown(panel, console):
-        panel.update(3, VALUES)
-        panel.update(4, {"reward/mean": 1.0})
-    panel.update(5, VALUES)
-    assert console.file.getvalue() == (  # type: ignore[attr-defined]
-        "step 3/10 · 1 min 24 s left · reward 0.500 · eval reward 0.625 · loss 0.0123 · KL 0.00031 · entropy 1.250 · "
-        "sampler/trainer log-prob gap 2e-06 · staleness 0.5 · tokens/s 812 · rollout 9.0s update 3.0s\n"
-        "step 4/10 · 1 min 12 s left · reward 1.000\n"
-    )
+    panel.update(3, VALUES)
+    assert panel.step_line() == "step 3/10 · reward 0.500 · solved 41% · no signal 3/8 · cut 12% · eval 0.625"
+    panel.update(4, {"reward/mean": 1.0, "episode/solved": 1.0, "groups/equal": 0.0, "tokens_per_second": 812.4})
+    assert panel.step_line() == "step 4/10 · reward 1.000 · solved 100% · 1 min left · tokens/s 812"
+    panel.update(5, {"loss": 0.0123, "credit/unplaced_rewards": 3.0, "credit/unplaced_sum": 1.5})
+    assert panel.step_line() == "step 5/10 · WARNING: 3 rewards reach no token · loss 0.0123 · 1 min left"
+    panel.update(10, {"reward/mean": 1.0, "groups/equal": 8.0, "groups/sampled": 8.0, "updates": 0.0})
+    assert panel.step_line() == "step 10/10 · reward 1.000 · no signal 8/8 · no update"
+    longest = {name: value * 1000 for name, value in VALUES.items()} | {"credit/unplaced_rewards": 1e9}
+    panel.update(10, longest)
+    assert len(panel.step_line()) <= 80
 
 
 def test_quiet_shows_nothing() -> None:
     console = Console(file=io.StringIO(), force_terminal=True)
-    panel = TrainPanel(steps=10)
-    with shown(panel, console, quiet=True):
+    progress, panel = ConsoleProgress(console, quiet=True), TrainPanel(steps=10)
+    with progress.watching(panel):
         panel.update(1, VALUES)
+        progress.step(panel.step_line())
     assert console.file.getvalue() == ""  # type: ignore[attr-defined]
 
 
@@ -71,6 +75,7 @@ def test_the_table_has_every_part() -> None:
         "evaluation  reward 0.625",
         "policy      KL 0.00031  entropy 1.25",
         "sampler     mean log-prob gap 2e-06  mean staleness 0.5",
+        "batch       solved 41%  no signal 3/8",
         "episodes    GENERATING 3  AWAITING_TOOL 1  0.0 turns/s  812 tokens/s",
         "time        rollout 9.0 s (75%)  update 3.0 s (25%)",
     ]
@@ -89,24 +94,12 @@ def test_the_last_evaluation_stays_in_sight() -> None:
     assert "evaluation  reward 0.500" in rendered(panel)
 
 
-def test_on_a_terminal_it_is_drawn_live() -> None:
+def test_on_a_terminal_it_is_drawn_live_below_the_lines_of_its_steps() -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=100)
-    panel = TrainPanel(steps=10)
-    with shown(panel, console):
+    progress, panel = ConsoleProgress(console), TrainPanel(steps=10)
+    with progress.watching(panel):
         panel.update(7, VALUES)
+        progress.step(panel.step_line())
     text = console.file.getvalue()  # type: ignore[attr-defined]
-    assert "step 7/10" in text
-    assert panel.printer is None
-
-
-def test_a_step_without_an_update_and_one_that_sampled_more_groups_say_so() -> None:
-    panel = TrainPanel(4)
-    panel.update(1, {"groups/used": 8.0, "groups/sampled": 8.0, "updates": 1.0})
-    assert panel.line() == "step 1/4"
-    panel.update(2, {"groups/used": 2.0, "groups/sampled": 32.0, "updates": 1.0})
-    assert panel.line() == "step 2/4 · 2 of 32 sampled groups have a signal"
-    panel.update(3, {"groups/used": 0.0, "groups/sampled": 32.0, "updates": 0.0})
-    assert panel.line() == "step 3/4 · 0 of 32 sampled groups have a signal · no update: no group has a signal"
-    console = Console(width=100, record=True, file=io.StringIO())
-    console.print(panel)
-    assert "no update: no group has a signal" in console.export_text()
+    assert "step 7/10 · reward 0.500" in text
+    assert "mean log-prob gap 2e-06" in text
