@@ -77,7 +77,8 @@ EPISODE = Variable(
         ),
     },
 )
-EPISODE_VARIABLES: Mapping[str, Variable] = {**VARIABLES, "outcome": OUTCOME, "episode": EPISODE}
+STATES = Variable(doc="Wall time in each state, in seconds; a state that was not entered has none.", open=True)
+EPISODE_VARIABLES: Mapping[str, Variable] = {**VARIABLES, "outcome": OUTCOME, "episode": EPISODE, "states": STATES}
 """Variables of `--filter`."""
 TURN_VARIABLES: Mapping[str, Variable] = {**EPISODE_VARIABLES, "turn": TURN}
 """Variables of `--turns`."""
@@ -275,6 +276,7 @@ END_VALUES: dict[str, Callable[[Trajectory], Any]] = {
     "last": _last,
     "facts": lambda each: each.facts,
     "outcome": _outcome,
+    "states": lambda each: each.seconds,
 }
 """The variables whose values a trajectory has. `condensed.times` counts only condensations that made the prompt
 shorter."""

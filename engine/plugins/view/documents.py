@@ -27,6 +27,7 @@ from engine.plugins.compare.run_comparison import compare_runs
 from engine.plugins.show.listing.episode import common_start, episode_document
 from engine.plugins.show.listing.tokens import sampled_columns, texts_of, token_columns
 from engine.plugins.show.listing.training import Training
+from engine.plugins.view.charts import charts_of
 from engine.plugins.view.home import Home
 from engine.plugins.view.metric_table import explained
 from engine.plugins.view.training_notes import banners, status_of
@@ -125,18 +126,19 @@ class Documents:
         limit: str = "100",
     ) -> Document:
         """Return a part of the list; see `Listing.page`."""
-        size = min(_number("limit", limit), MOST_ROWS)
-        return (
-            self._within(within).page(filter, text, sort, descending == "true", _number("offset", offset), size).plain()
-        )
+        size, listing = min(_number("limit", limit), MOST_ROWS), self._within(within)
+        page = listing.page(filter, text, sort, descending == "true", _number("offset", offset), size)
+        texts = listing.excerpts(page.rows, text)
+        rows = [row.plain() | {"texts": each} for row, each in zip(page.rows, texts, strict=True)]
+        return page.plain() | {"rows": rows}
 
     def totals(self, within: str = "", filter: str = "", text: str = "") -> Document:
         """Return counts and the mean reward of the list."""
         return self._within(within).totals(filter, text).plain()
 
-    def causes(self, within: str = "", filter: str = "", text: str = "") -> Document:
-        """Return failures and limits with their counts."""
-        return [cause.plain() for cause in self._within(within).causes(filter, text)]
+    def charts(self, within: str = "", filter: str = "", text: str = "") -> Document:
+        """Return the charts of the list; see `engine.plugins.view.charts`."""
+        return charts_of(self._within(within), filter, text)
 
     def neighbours(
         self,
@@ -320,7 +322,7 @@ NAMES = (
     "numbers",
     "page",
     "totals",
-    "causes",
+    "charts",
     "neighbours",
     "episode",
     "tokens",

@@ -74,6 +74,7 @@ TRUE = [
     'episode.id == episode.task + "/0" && episode.sample == 0 && episode.attempt == 0 && episode.status == "done"',
     "episode.trainable && episode.branches == 1 && episode.images == 0 && episode.trained == tokens.sampled",
     "episode.version == 0 && episode.oldest_version == 0 && episode.seconds > 0.0",
+    "has(states.GENERATING) && states.GENERATING > 0.0",
 ]
 
 

@@ -125,7 +125,7 @@ def test_what_changed_between_two_runs(visitor: Visitor) -> None:
 @pytest.mark.parametrize(("scheme", "ground"), [("light", "rgb(251, 251, 250)"), ("dark", "rgb(22, 24, 27)")])
 def test_the_colours_follow_the_system(app: tuple[Any, str], scheme: str, ground: str) -> None:
     visitor = Visitor(app[0], app[1] + "#/list", color_scheme=scheme)
-    visitor.page.wait_for_function("() => document.querySelector('.causes') !== null")
+    visitor.page.wait_for_function("() => document.querySelector('.small-chart') !== null")
     assert visitor.page.evaluate("getComputedStyle(document.documentElement).backgroundColor") == ground
     visitor.keep(f"list-{scheme}")
     visitor.click(row("desk-0/0"))

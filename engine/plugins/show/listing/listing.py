@@ -20,13 +20,15 @@ from itertools import chain, islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from msgspec.structs import replace
 
 from engine.errors import EngineError, StoreError
 from engine.machine.guards import Guard
+from engine.plugins.show.listing.excerpts import excerpts, planned_excerpts
 from engine.plugins.show.listing.filters import FROM, LISTING_VARIABLES, Matching, choose, condition_of, listed
+from engine.plugins.show.listing.heads import Contents, EpisodeHead, read_head
 from engine.plugins.show.listing.rows import EPISODE, MADE, Cause, Neighbours, Page, Row, Totals, row_of
 from engine.plugins.show.listing.sources import Source, is_training, open_stores, stores_of
 from engine.plugins.show.listing.training import sampled_tasks
@@ -36,6 +38,9 @@ from engine.store.reader import RunReader
 from engine.store.reading import decoding
 from engine.store.reviews import FACT
 from engine.store.training import BATCHES
+
+if TYPE_CHECKING:
+    from engine.schemas.trajectory import Trajectory
 
 _TAIL = ["task_index", "sample_index", "e.number"]
 _PLACES = ("order", "run", "episode")
@@ -200,6 +205,50 @@ class Listing:
             total = self._totals(matching).episodes
             skipped, because = (0, None) if matching is None else (matching.skipped, matching.because)
             return Page(rows=self._rows(keys), total=total, skipped=skipped, skipped_because=because)
+
+    def query(self, query: str, filter: str, text: str, **parameters: Any) -> list[tuple[Any, ...]]:
+        """Return the rows that a query has in each store of the list, one store after another. `{}` stands for its
+        tables (`FROM`) and the condition of the list.
+
+        Raises:
+            StoreError: the filter is not valid.
+        """
+        with self._lock:
+            return [*chain(*self._each(query, self._choose(filter, text), **parameters))]
+
+    def heads(self, filter: str, text: str, most: int) -> list[Trajectory]:
+        """Return finished episodes of the list with content, evenly chosen, about so many.
+
+        Raises:
+            StoreError: the filter is not valid.
+        """
+        with self._lock:
+            matching = self._choose(filter, text)
+            stride = max(1, self._totals(matching).done // most)
+            query = "SELECT e.number {} AND e.status = 'done' AND e.number % :stride = 0 LIMIT :most"
+            found: list[Trajectory] = []
+            for number in self._stores:
+                numbers = [row[0] for row in self._of_store(number, query, matching, {"stride": stride, "most": most})]
+                with closing(Contents(self._stores[number][1])) as contents:
+                    for episode in numbers[: most - len(found)]:
+                        with suppress(StoreError):  # it was dropped, or is damaged
+                            found.append(read_head(contents.text(episode)))
+            return found
+
+    def excerpts(self, rows: Sequence[Row], text: str) -> list[dict[str, Any]]:
+        """Return the texts of each row; see `engine.plugins.show.listing.excerpts`."""
+        texts: dict[tuple[str, str], dict[str, Any]] = {}
+        with self._lock:
+            for run in dict.fromkeys(row.run for row in rows):
+                store = self.store(run)
+                ended = [row.episode for row in rows if row.run == run and row.status == "done"]
+                with store.snapshot() as connection, closing(Contents(store)) as contents:
+                    query = f"SELECT id, number FROM episodes WHERE id IN ({', '.join('?' * len(ended))})"
+                    for episode, number in connection.execute(query, ended):
+                        with suppress(StoreError):  # it was dropped, or is damaged
+                            head = cast(EpisodeHead, read_head(contents.text(number)))
+                            texts[run, episode] = excerpts(head, text)
+        return [texts.get((row.run, row.episode)) or planned_excerpts(row.task_fields) for row in rows]
 
     def causes(self, filter: str | None = None, text: str | None = None) -> list[Cause]:
         """Return the failures of the list by kind and blame, and the episodes that limits ended, the largest count

@@ -66,10 +66,21 @@ function offlineRows({ within, text, sort, descending }) {
   return rows;
 }
 
+function offlineTexts(row, text) {
+  const messages = offline.documents[["episode", row.run, row.episode].join("\n")]?.messages || [];
+  const words = (message) => (message?.parts || []).map((part) => part.text || "").join("");
+  const conversation = messages.map(words).join("\n");
+  const at = text ? conversation.toLowerCase().indexOf(text.toLowerCase()) : -1;
+  const end = at + (text || "").length;
+  return { task: words(messages.find((each) => each.role === "user")), answer: words(messages.findLast((each) => each.role === "assistant")),
+    hit: at < 0 ? null : [conversation.slice(Math.max(0, at - 60), at), conversation.slice(at, end), conversation.slice(end, end + 60)] };
+}
+
 function offlinePage(params) {
   const rows = offlineRows(params);
   const offset = Number(params.offset || 0);
-  return { rows: rows.slice(offset, offset + Number(params.limit || 100)), total: rows.length, skipped: 0 };
+  const page = rows.slice(offset, offset + Number(params.limit || 100));
+  return { rows: page.map((row) => ({ ...row, texts: offlineTexts(row, params.text) })), total: rows.length, skipped: 0 };
 }
 
 function offlineNeighbours(params) {

@@ -1,31 +1,15 @@
-// The list of episodes: filter in CEL, text search, causes of failures, sorting, pages.
+// The list of episodes: filter in CEL, text search, charts, columns, sorting, pages.
 
-import { h, inline, integer, put, seconds, signed, table, tone } from "./dom.js";
+import { h, inline, integer, put, seconds, shown, signed, table, tone } from "./dom.js";
 import { get, offline } from "./data.js";
 import { address, go, listParams } from "./route.js";
+import { chartRow } from "./charts.js";
 import { reviewCells } from "./review.js";
+import { chosenColumns, columnChoice } from "./columns.js";
 
 const PAGE = 100;
 const REFRESH = 4000;
-
-function columns(names, several, params) {
-  // [title, sort key, class]
-  return [
-    ...(several ? [["run", "run", ""]] : []),
-    ["episode", "episode", ""],
-    ["task", "task", ""],
-    ["outcome", "outcome", ""],
-    ["turns", "turns", "number"],
-    ["tokens", "tokens", "number"],
-    ["reward", "reward", "number"],
-    ...names.map((name) => [name, `reward:${name}`, "number"]),
-    ["limit or failure", "failure", ""],
-    ["time", "seconds", "number"],
-    ["version", "version", "number"],
-    ...(params.steps ? [["step", "step", "number"]] : []),
-    ...(params.reviewed ? [["rating", null, "number"], ["tags", null, ""]] : []),
-  ];
-}
+const MOST_NAMES = 3;
 
 function versions(row) {
   const [first, last] = row.versions;
@@ -38,24 +22,29 @@ export function badge(row) {
   return h("span", { class: "badge " + kind }, inline(text, 60));
 }
 
-function cells(row, names, several, withSteps, params) {
-  const link = address("episode", { run: row.run, id: row.episode, ...listParams(params) });
-  const done = row.status === "done";
-  const why = row.failure ? `${row.failure} (${row.blame})` : row.limit || "";
+function hit(text) {
+  return text ? h("span", { class: "said" }, "…", shown(text[0]), h("mark", {}, shown(text[1])), shown(text[2]), "…") : null;
+}
+
+function columns(names, several, { steps, reviewed }, params) {
+  // Reward and outcome stand first: on a narrow page the others are reached by scrolling.
+  const link = (row) => address("episode", { run: row.run, id: row.episode, ...listParams(params) });
   return [
-    ...(several ? [inline(row.run, 32)] : []),
-    h("a", { href: link, class: "row-link" }, inline(row.episode, 48)),
-    h("a", { href: address("group", { run: row.run, task: row.task }), title: "Samples of this task side by side" }, inline(row.task, 32)),
-    badge(row),
-    integer(row.turns.assistant),
-    integer(row.tokens.sampled),
-    done ? h("span", { class: "reward " + tone(row.reward) }, signed(row.reward)) : "",
-    ...names.map((name) => (name in row.rewards ? h("span", { class: tone(row.rewards[name]) }, signed(row.rewards[name])) : "")),
-    h("span", { title: row.message || "" }, inline(why, 48)),
-    seconds(row.seconds),
-    versions(row),
-    ...(withSteps ? [row.step ?? ""] : []),
-    ...(params.reviewed ? reviewCells(row.review) : []),
+    { key: "reward", title: "reward", number: true, always: true, cell: (row) => (row.status === "done" ? h("span", { class: "reward " + tone(row.reward) }, signed(row.reward)) : "") },
+    { key: "outcome", title: "outcome", always: true, cell: badge },
+    { key: "episode", title: "episode", always: true, cell: (row) => h("a", { href: link(row), class: "row-link" }, inline(row.episode, 48)) },
+    { key: "task", title: "task", cell: (row) => [h("a", { href: address("group", { run: row.run, task: row.task }), title: "Samples of this task side by side" }, inline(row.task, 32)), h("span", { class: "said" }, inline(row.texts.task, 160))] },
+    { key: "answer", title: "last answer", unsorted: true, cell: (row) => [h("span", { class: "said" }, inline(row.texts.answer, 160)), hit(row.texts.hit)] },
+    { key: "turns", title: "turns", number: true, cell: (row) => integer(row.turns.assistant) },
+    { key: "tokens", title: "tokens", number: true, cell: (row) => integer(row.tokens.sampled) },
+    ...names.map((name) => ({ key: `reward:${name}`, title: name, number: true, hidden: names.length > MOST_NAMES, cell: (row) => (name in row.rewards ? h("span", { class: tone(row.rewards[name]) }, signed(row.rewards[name])) : "") })),
+    { key: "failure", title: "limit or failure", hidden: true, cell: (row) => h("span", { title: row.message || "" }, inline(row.failure ? `${row.failure} (${row.blame})` : row.limit || "", 48)) },
+    { key: "seconds", title: "time", number: true, cell: (row) => seconds(row.seconds) },
+    { key: "version", title: "version", number: true, cell: versions },
+    ...(steps ? [{ key: "step", title: "step", number: true, cell: (row) => row.step ?? "" }] : []),
+    { key: "cost", title: "cost", number: true, hidden: true, cell: (row) => (row.cost ? row.cost.toFixed(4) : "") },
+    ...(reviewed ? ["rating", "tags"].map((key, at) => ({ key, title: key, unsorted: true, number: key === "rating", cell: (row) => reviewCells(row.review)[at] })) : []),
+    ...(several ? [{ key: "run", title: "run", cell: (row) => inline(row.run, 32) }] : []),
   ];
 }
 
@@ -73,19 +62,6 @@ function search(params) {
   params.filter || params.text ? h("a", { href: address("list", { within: params.within, sort: params.sort, descending: params.descending }), class: "clear" }, "Clear") : null);
 }
 
-function causeList(causes, params) {
-  if (!causes.length) return null;
-  return h("section", { class: "causes", "aria-labelledby": "causes-title" },
-    h("h2", { id: "causes-title" }, "Failures and limits"),
-    h("ul", {}, causes.map((cause) => {
-      const name = cause.failure ? `${cause.failure} (${cause.blame})` : `limit: ${cause.limit}`;
-      return h("li", {},
-        h("a", { href: address("list", { ...params, filter: cause.filter, page: null }), title: cause.message || "" },
-          h("span", { class: "badge " + (cause.failure ? "bad" : "warn") }, inline(name, 60)),
-          h("b", {}, integer(cause.count)), ` ${(cause.share * 100).toFixed(cause.share < 0.1 ? 1 : 0)} %`));
-    })));
-}
-
 function sum(totals) {
   const parts = [`${integer(totals.done)} of ${integer(totals.episodes)} episodes done`];
   if (totals.reward !== null && totals.reward !== undefined) parts.push(`mean reward ${totals.reward.toFixed(3)}`);
@@ -101,7 +77,7 @@ export async function listPage(main, params, sources) {
   const ask = { ...query, sort: params.sort || "order", descending: params.descending === "true", offset: number * PAGE, limit: PAGE };
   const several = scope.length > 1;
   const withSteps = scope.some((each) => each.training);
-  const causes = h("div", {});
+  const charts = h("div", { class: "charts-place" });
   const totals = h("span", {}, "\u00a0");
   let timer = null;
 
@@ -109,18 +85,22 @@ export async function listPage(main, params, sources) {
   const form = search(params);
   put(main, params.within ? h("nav", { class: "crumbs", "aria-label": "Position" }, h("a", { href: address("home") }, "Runs"), " / ",
     sources.trainings.includes(params.within) ? h("a", { href: address("training", { training: params.within }) }, "training") : "run") : null,
-  h("h1", {}, params.within ? inline(params.within, 80) : "Episodes"), form, place);
+  h("h1", {}, params.within ? inline(params.within, 80) : "Episodes"), form, charts, place);
 
   const draw = async () => {
     const page = await get("page", ask);
     const found = [...new Set(page.rows.flatMap((row) => Object.keys(row.rewards)))].sort();
     const names = found.length > 1 ? found : [];
+    const reviewed = page.rows.some((row) => row.review?.by.length);
+    const all = columns(names, several, { steps: withSteps, reviewed }, params);
+    const shape = chosenColumns("list", all);
+    const choice = columnChoice("list", all, () => draw());
+    choice.open = place.querySelector(".column-choice")?.open || false;
     const rows = page.rows;
-    const reviewed = rows.some((row) => row.review?.by.length);
-    const shape = columns(names, several, { steps: withSteps, reviewed });
     const pages = Math.ceil(page.total / PAGE);
-    const heads = shape.map(([title, key, kind]) => {
-      if (key === null) return { class: kind, text: title };
+    const heads = shape.map(({ title, key, number: isNumber, unsorted }) => {
+      const kind = isNumber ? "number" : "";
+      if (unsorted) return { class: kind, text: title };
       const on = ask.sort === key;
       const next = on && !ask.descending ? "true" : null;
       return { class: kind, text: h("a", { href: address("list", { ...params, sort: key, descending: next, page: null }),
@@ -134,9 +114,9 @@ export async function listPage(main, params, sources) {
     const focused = document.activeElement && place.contains(document.activeElement) ? document.activeElement.getAttribute("href") : null;
     const skipped = page.skipped ? ` · ${integer(page.skipped)} without a value for the filter: ${page.skipped_because}` : "";
     const parts = [
-      causes, h("p", { class: "sum" }, totals, skipped),
+      h("div", { class: "list-head" }, h("p", { class: "sum" }, totals, skipped), h("span", { class: "grow" }), choice),
       pager,
-      rows.length ? table(heads, rows.map((row) => ({ cells: cells(row, names, several, withSteps, { ...params, reviewed }) })), { caption: "Episodes", class: "episodes" })
+      rows.length ? table(heads, rows.map((row) => ({ cells: shape.map((each) => each.cell(row)) })), { caption: "Episodes", class: "episodes" })
         : h("p", { class: "empty" }, params.filter || params.text ? "No episode matches." : "There are no episodes yet."),
       pager ? pager.cloneNode(true) : null,
       rows.length ? actions(params) : null,
@@ -145,7 +125,7 @@ export async function listPage(main, params, sources) {
     if (offline) totals.textContent = sum(offline.totals);
     else {
       get("totals", query).then((each) => { totals.textContent = sum(each); }).catch(() => {});
-      get("causes", query).then((each) => causes.replaceChildren(...[causeList(each, params)].filter(Boolean))).catch(() => {});
+      get("charts", query).then((each) => charts.replaceChildren(chartRow(each, params))).catch(() => {});
     }
     if (focused) [...place.querySelectorAll("a")].find((each) => each.getAttribute("href") === focused)?.focus();
   };
