@@ -70,7 +70,7 @@ def visit(app: tuple[Any, str], places: Any, **context: Any) -> Iterator[tuple[V
         if page == "episode":
             visitor.page.locator("#panel:not([aria-busy]) > *").first.wait_for()
         if page == "list":
-            visitor.page.locator("section.causes").wait_for()
+            visitor.page.locator(".small-chart").first.wait_for()
         if page == "training":
             visitor.page.locator(".plot svg.main-svg").first.wait_for()
         visitor.page.wait_for_load_state("networkidle")

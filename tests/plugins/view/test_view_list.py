@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from browser_kit import Visitor, chromium, served
@@ -96,7 +95,7 @@ def test_charts_columns_and_texts_of_the_page(tmp_path: Path) -> None:
         assert seen is not None
         assert seen["x"] + seen["width"] < 390
         assert visitor.page.evaluate("document.scrollingElement.scrollWidth") == 390
-        assert "There are 8." in visitor.text('tr:has(a:text-is("desk-0/1")) td:nth-child(5)')
+        assert "There are 8." in visitor.text('tr:has-text("desk-0/1") td:nth-child(5)')
         visitor.sees("section.small-chart", 6)
         visitor.click('[data-chart="outcome"] a:has-text("user_error")')
         visitor.sees("a.row-link", "desk-0/3", "desk-1/3", "desk-2/3")
