@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from installed_plugins import needs_plugin
 from written_specs import save_spec
 
 import engine
 from engine import Dialogue, End, Task, environment
 from engine.api.progress import Panel
+
+pytestmark = needs_plugin("local")
 
 
 @environment
