@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from engine.schemas.backend import ScriptedBackendSpec
+    from engine.spec.access import Access
     from engine.spec.document import Document
     from engine.spec.load import LoadedSpec
     from engine.tokens.template import ChatTemplate
@@ -85,7 +86,7 @@ class ScriptedBackend(Backend):
         refuse_parameters(spec, loaded.spec.sampling)
         where = ("backend", "replies")
         if isinstance(spec.replies, str):
-            script = _read_script(loaded.resolve(spec.replies, where))
+            script = read_script(loaded.resolve(spec.replies, where))
         else:
             origins, keys = (
                 {path[2:]: origin for path, origin in places.items() if path[:2] == where}
@@ -225,17 +226,24 @@ def write_reply(format: ChatTemplate, reply: ScriptedReply) -> list[int]:
     return [*ids, format.stop_token_ids[0]] if reply.finish == "stop" else ids
 
 
-def _read_script(path: Path) -> Script:
-    """Read a script's file: a mapping, in the same way as a spec, or a plain list of replies or cases."""
+def read_script(path: Path, access: Access | None = None) -> Script:
+    """Read a script's file: a mapping, in the same way as a spec, or a plain list of replies or cases.
+
+    Raises:
+        SpecError: It is invalid; with the place of each mistake.
+    """
+    from engine.spec.access import Access
     from engine.spec.document import flatten
     from engine.spec.load import load_document
+    from engine.spec.resolve import MAX_BYTES
     from engine.spec.text.tree import Place, Sequence, parse
 
     if path.is_file():
-        tree, problems = parse(path.read_text(encoding="utf-8"), Place(str(path)))
+        data = (access or Access()).read(path, MAX_BYTES) or b""
+        tree, problems = parse(data.decode("utf-8"), Place(str(path)))
         if isinstance(tree, Sequence) and not problems:
             return _valid(flatten(tree))
-    return load_document(path, Script)[0]
+    return load_document(path, Script, access)[0]
 
 
 def _valid(document: Document) -> Script:

@@ -31,6 +31,24 @@ MORE = "check.more"
 BROKEN = "check.plugin"
 """The id of the finding that reports that a plugin cannot be used."""
 REPAIR = "repair or uninstall it"
+CAUSES = (
+    *("machine.unknown-state", "machine.unknown-event", "machine.unknown-action", "machine.no-action"),
+    *("code.import", "code.action"),
+)
+"""Names that do not exist, or are missing: what they stand for is missing elsewhere."""
+CONSEQUENCES = {
+    **dict.fromkeys(
+        (
+            *("machine.unreachable", "machine.done-unreachable", "machine.unhandled-event", "machine.no-default"),
+            *("machine.unbounded-cycle", "machine.cycle-by-time", "machine.user-after-user"),
+            *("tools.not-called", "limits.never-binds", "rewards.nothing-to-move"),
+        ),
+        CAUSES,
+    ),
+    **dict.fromkeys(("rewards.turn-may-miss", "rewards.no-such-turn"), ("guard.parse", "guard.unknown-name", *CAUSES)),
+    **dict.fromkeys(("guard.unknown-fact", "guard.fact-may-miss", "rewards.unknown-name"), ("code.import",)),
+}
+"""Findings that a fix of one of these causes may remove."""
 UNFINISHED = "check.unfinished"
 """The id of the finding that reports that rules stopped early."""
 
@@ -39,6 +57,7 @@ def all_rules() -> list[Rule]:
     """Return every rule, in the order in which they are applied."""
     from engine.validate import (  # noqa: F401  (importing them registers their rules)
         backend,
+        fact_times,
         guards,
         limits,
         machine,
@@ -105,9 +124,20 @@ def check_rules(
     if unfinished:
         diagnostics.append(_unfinished(ctx, unfinished))
     diagnostics += _broken_plugins(ctx)
-    return sorted(mask_all(dict.fromkeys(diagnostics), loaded.variables), key=lambda item: item.place), list(
-        ctx.skipped
-    )
+    return causes_first(mask_all(dict.fromkeys(diagnostics), loaded.variables)), list(ctx.skipped)
+
+
+def causes_first(diagnostics: Sequence[Diagnostic]) -> list[Diagnostic]:
+    """Sort findings by their place, but one that another may have caused comes after that one."""
+    ordered = sorted(diagnostics, key=lambda item: item.place)
+    last = {item.rule: index for index, item in enumerate(ordered)}
+
+    def place(index: int) -> tuple[int, bool]:
+        rule = ordered[index].rule
+        after = max((last[cause] for cause in CONSEQUENCES.get(rule, ()) if cause in last), default=-1)
+        return max(index, after), after > index
+
+    return [ordered[index] for index in sorted(range(len(ordered)), key=place)]
 
 
 def refuse_errors(loaded: LoadedSpec) -> list[Diagnostic]:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from engine import plugin
 from engine.actions.facts import ACTIONS
 from engine.machine.machine import ResolvedTransition
+from engine.machine.presets import PRESETS
 from engine.schemas.limits import ALWAYS as ALWAYS_EVENTS
 from engine.schemas.limits import FAILED, LIMIT
 from engine.schemas.machine import ANY, SAME, TransitionSpec
@@ -237,9 +238,10 @@ def rule_at_unknown_state(ctx: CheckContext) -> Iterator[Finding]:
     """`rewards.reassign[*].at`."""
     for index, item in enumerate(ctx.spec.rewards.reassign):
         if item.at not in ctx.states:
-            yield Finding(
-                f"there is no state `{item.at}`", ("rewards", "reassign", index, "at"), nearest(item.at, ctx.states)
-            )
+            having = [f"`{name}`" for name, preset in PRESETS.items() if item.at in preset.machine.states]
+            elsewhere = f"{item.at} is a state of {' and '.join(having)}; this machine has {', '.join(ctx.states)}"
+            fix = elsewhere if having else nearest(item.at, ctx.states)
+            yield Finding(f"there is no state `{item.at}`", ("rewards", "reassign", index, "at"), fix)
 
 
 def _cycles(ctx: CheckContext) -> list[Cycle]:

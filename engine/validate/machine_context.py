@@ -113,13 +113,13 @@ class MachineContext(CodeContext):
         """States that can be reached if guards are ignored; all states if `initial` does not exist."""
         if self.machine.initial not in self.states:
             return frozenset(self.states)
-        return _closure([self.machine.initial], [(edge.source, edge.dest) for edge in self.live])
+        return closure([self.machine.initial], [(edge.source, edge.dest) for edge in self.live])
 
     @cached_property
     def ending(self) -> frozenset[str]:
         """States from which a final state can be reached, including the final states."""
         final = [name for name, state in self.states.items() if state.final]
-        return _closure(final, [(edge.dest, edge.source) for edge in self.live])
+        return closure(final, [(edge.dest, edge.source) for edge in self.live])
 
     @cached_property
     def live(self) -> list[ResolvedTransition]:
@@ -220,7 +220,7 @@ def _values(limits: LimitsSpec) -> tuple[tuple[str, float], ...]:
     return tuple((name, float(min(value, UNBOUNDED))) for name, value in limit_values(limits).items())
 
 
-def _closure(starts: Iterable[str], steps: Iterable[tuple[str, str]]) -> frozenset[str]:
+def closure(starts: Iterable[str], steps: Iterable[tuple[str, str]]) -> frozenset[str]:
     """The states that can be reached from some states, including these."""
     ahead: dict[str, set[str]] = {}
     for source, dest in steps:

@@ -19,10 +19,11 @@ from engine.schemas.role import RoleSpec
 from engine.spec.tasks import rows_of, task_of
 from engine.spec.template import fill, texts_of
 from engine.spec.text.diagnostic import DataPath
+from engine.spec.text.near import nearest_name
 from engine.tokens.patches import patched, patches_of
 from engine.tokens.toolcalls import FORMATS
 from engine.validate.context import CheckContext, each_source
-from engine.validate.model_files import ModelFiles, model_files, read_bytes
+from engine.validate.model_files import ModelFiles, may_exist, model_files, read_bytes
 from engine.validate.registry import Finding, rule
 from engine.validate.templates import Shown, rendered, shown
 from engine.validate.tools import tools_at
@@ -38,10 +39,25 @@ def _files(ctx: CheckContext) -> ModelFiles | None:
     return None if ctx.spec.backend.takes_messages else model_files(ctx.loaded)
 
 
+@rule("model.unknown", "error", "the model is neither a folder, nor a name in the catalogue, nor a hub id")
+def unknown(ctx: CheckContext) -> Iterator[Finding]:
+    """Nothing is asked of the network: `owner/name` may be on the hub."""
+    name = ctx.spec.model.path
+    if ctx.spec.backend.takes_messages or may_exist(ctx.loaded):
+        return
+    from engine.tokens.catalogue import CATALOGUE
+
+    near = nearest_name(name.rpartition("/")[2], list(CATALOGUE))
+    listed = f"did you mean `{near}`?" if near else "name a folder, a hub id `owner/name`, or one of the catalogue: "
+    listed += "" if near else ", ".join(CATALOGUE)
+    message = f"there is no model `{name}`: no folder of this name, and none in the catalogue"
+    yield Finding(message, ("model", "path"), listed)
+
+
 @rule("model.not-at-hand", "info", "the model's files are not on this computer, so some checks are skipped")
 def not_at_hand(ctx: CheckContext) -> Iterator[Finding]:
     """Its context, its chat template, its special tokens and whether it takes images."""
-    if not ctx.spec.backend.takes_messages and _files(ctx) is None:
+    if not ctx.spec.backend.takes_messages and _files(ctx) is None and may_exist(ctx.loaded):
         message = (
             f"the files of `{ctx.spec.model.path}` are not on this computer: template, context and images "
             "are not checked"

@@ -139,6 +139,20 @@ def _at_hand(loaded: LoadedSpec, name: str, path: tuple[str, str], revision: str
     return _in_catalogue(name) or _in_hub_cache(name, revision)
 
 
+def may_exist(loaded: LoadedSpec) -> bool:
+    """Whether a spec's model is on this computer, in the catalogue, or may be on the hub; True where that may not be
+    looked up."""
+    from engine.tokens.catalogue import CATALOGUE
+
+    name = loaded.spec.model.path
+    if name in CATALOGUE or _HUB_ID.fullmatch(name):
+        return True
+    try:
+        return loaded.resolve(name, ("model", "path")).exists() or _in_catalogue(name) is not None
+    except (OSError, ValueError, SpecError):
+        return True
+
+
 def _in_catalogue(name: str) -> Path | None:
     if "/" in name or name in ("", ".", ".."):
         return None

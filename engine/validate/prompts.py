@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from engine.actions.facts import owns_conversation
@@ -47,6 +49,23 @@ def no_field(ctx: CheckContext, rows: Rows, name: str, path: DataPath, offset: i
             where = f"row {number} has" if number else "tasks have"
             yield Finding(f"{where} no field `{name}`", path, nearest(name, fields), offset=offset)
             return
+
+
+@rule("code.unknown-field", "warning", "code reads a field of the task that tasks do not have")
+def code_field(ctx: CheckContext) -> Iterator[Finding]:
+    """`task.fields["name"]`, in the text of an entry point that does not look first whether it is there."""
+    rows = known_rows(ctx)
+    for item in ctx.spec_code if rows else ():
+        text = ctx.code_text(item.entry.use)
+        nodes = [] if text is None else list(ast.walk(text.definition.node))
+        looks = any(isinstance(node, ast.Try | ast.In | ast.NotIn) for node in nodes)
+        for node in nodes if not looks else ():
+            if not isinstance(node, ast.Subscript) or not isinstance(node.slice, ast.Constant):
+                continue
+            if ast.unparse(node.value).endswith("task.fields") and isinstance(node.slice.value, str):
+                for found in no_field(ctx, rows, node.slice.value, (*item.path, "use")):
+                    read = f"`{item.entry.use}` reads `task.fields[{node.slice.value!r}]` in its line {node.lineno}"
+                    yield replace(found, message=f"{read}, and {found.message}")
 
 
 @rule("prompt.unknown-field", "error", "a prompt names a field that tasks do not have")

@@ -15,9 +15,10 @@ from engine.spec.added import spec_facts
 from engine.spec.text.diagnostic import DataPath
 from engine.spec.text.near import nearest_name
 from engine.validate.code.source import Def, last_name
-from engine.validate.code.written_names import WrittenNames, code_names, names_of_plugins, written_names
+from engine.validate.code.written_names import WrittenNames, code_names, names_of, names_of_plugins, written_names
 from engine.validate.context import CheckContext, nearest
 from engine.validate.explore import START, TURNS, Place
+from engine.validate.machine_context import closure
 from engine.validate.registry import Finding, rule
 from engine.validate.worst_case import count_bound
 
@@ -205,6 +206,56 @@ def unpayable(ctx: CheckContext) -> Iterator[Finding]:
             where = (*path, "name") if item.name is not None else path
             message = f"nothing writes {what}: the spec has no environment, user, tool or scorer, and no rule adds it"
             yield Finding(message, where, "add an environment, user, tool or scorer that writes it, or remove the rule")
+
+
+@rule("rewards.nothing-to-move", "warning", "a transfer from a turn that cannot hold the reward yet")
+def nothing_to_move(ctx: CheckContext) -> Iterator[Finding]:
+    """What writes the reward comes after the rule's state on every path, or pays only a later turn."""
+    for path, item in _rules(ctx):
+        writers = _writers(ctx, item.name) if item.op == "transfer" else None
+        if not writers:
+            continue  # `rewards.unpayable` and `rewards.unknown-name` report a reward that nothing writes
+        steps = [(edge.source, edge.dest) for edge in ctx.live]
+        asks = set(ctx.performing("generate"))
+        before = closure(writers, [step for step in steps if step[1] not in asks] if item.turn == "last" else steps)
+        if item.turn in ("previous", "first", "second") or isinstance(item.turn, int):
+            replies = before & asks
+            before = closure([dest for source, dest in steps if source in replies], steps)
+        if item.at in before:
+            continue
+        what = "a reward" if item.name is None else f"`{item.name}`"
+        places = " and ".join(sorted(writers))
+        message = (
+            f"in {item.at} the turn `{item.turn}` cannot hold {what}: it is written in {places}, for the last turn"
+        )
+        yield Finding(message, path, "move the rule to a state after that (`at`), or name a turn that was paid")
+
+
+def _writers(ctx: CheckContext, name: str | None) -> frozenset[str] | None:
+    """The states after which a reward may be written for the last turn; None if others may write it."""
+    final = [state for state in ctx.states if ctx.states[state].final or ctx.states[state].action == "score"]
+    of_role = {"environment": [*ctx.performing("step"), *final], "user": ctx.performing("ask_user"), "scorer": final}
+    if any(facts.rewards for facts in spec_facts(ctx.spec)) or names_of_plugins(ctx) or ctx.own_actions:
+        return None
+    states: set[str] = set()
+    for code in ctx.spec_code:
+        names = names_of(ctx, code.entry.use, code.role)
+        if names.other_rewards or "turn" in names.texts or (code.role not in of_role and code.role != "tool"):
+            return None
+        if "RewardEvent" in names.texts or "rewards" in names.texts:
+            paid = of_role.get(code.role, ctx.calling)
+            states.update(paid if name is None or name in names.texts else [])
+    scorer = ctx.spec.rewards.scorer
+    if scorer is not None and scorer.use is None and name in (None, scorer.name):
+        states.update(final)
+    if any(user.use is None for _, user in ctx.users):
+        states.update(of_role["user"])
+    for item in ctx.spec.rewards.reassign:
+        if item.op != "transfer" and name in (None, item.name or REWARD):
+            states.add(item.at)
+        if item.turn != "last":
+            return None
+    return frozenset(states)
 
 
 def _code_may_reward(ctx: CheckContext) -> bool:

@@ -9,7 +9,7 @@ from engine.spec.load import LoadedSpec, load_spec, read_spec
 GOOD = """\
 spec: episode/v1
 name: demo
-model: {path: some-model}
+model: {path: org/some-model}
 tasks: {source: inline, rows: [{question: "1 + 1"}]}
 """
 

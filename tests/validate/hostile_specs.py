@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-HEAD = "spec: episode/v1\nname: demo\nmodel: {path: m}\n"
+HEAD = "spec: episode/v1\nname: demo\nmodel: {path: org/m}\n"
 TASKS = "tasks: {source: inline, rows: [{q: a}]}\n"
 PROMPT = 'prompt: [{role: user, content: "{{q}}"}]\n'
 SINGLE = "machine: single_turn\n"

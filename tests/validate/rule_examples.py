@@ -17,7 +17,7 @@ from engine.validate.worst_case import read_budget
 REST = {
     "spec": "spec: episode/v1",
     "name": "name: demo",
-    "model": "model: {path: m}",
+    "model": "model: {path: org/m}",
     "tasks": 'tasks: {source: inline, rows: [{question: "What is 2 + 2?"}]}',
     "prompt": 'prompt: [{role: user, content: "{{question}}"}]',
     "machine": "machine: single_turn",

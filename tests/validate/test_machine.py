@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("in_folder")
 HEAD = """\
 spec: episode/v1
 name: demo
-model: {path: m}
+model: {path: org/m}
 tasks: {source: inline, rows: [{q: a}]}
 prompt: [{role: user, content: "{{q}}"}]
 """
@@ -74,9 +74,9 @@ def test_a_machine_of_ones_own_that_is_whole() -> None:
             "trigger: results",
             "trigger: result",
             [
+                "15:17: error[machine.unknown-event] `B` never emits the event `result`; did you mean `results`?",
                 "10:5: error[machine.unhandled-event] `B` (call_tools) may end with `results`, which leads nowhere; "
                 "add `{trigger: results, source: B, dest: …}`",
-                "15:17: error[machine.unknown-event] `B` never emits the event `result`; did you mean `results`?",
             ],
         ),
         (

@@ -16,7 +16,7 @@ from engine.validate import check_spec
 HEAD = """\
 spec: episode/v1
 name: demo
-model: {path: m}
+model: {path: org/m}
 tasks: {source: inline, rows: [{q: a}]}
 prompt: [{role: user, content: "{{q}}"}]
 """

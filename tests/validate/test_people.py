@@ -23,7 +23,7 @@ def spec_with(tmp_path: Path, **changes: Any) -> Path:
     document = {
         "spec": "episode/v1",
         "name": "demo",
-        "model": {"path": "m"},
+        "model": {"path": "org/m"},
         "tasks": {"source": "inline", "rows": [{"q": "a", "who": "x"}]},
         "prompt": [{"role": "user", "content": "{{q}}"}],
         "machine": "retry_with_feedback",
@@ -70,7 +70,7 @@ def test_files_of_the_users_model_exist(tmp_path: Path) -> None:
     user = {
         **USER,
         "backend": {"kind": "scripted", "replies": "none.yaml"},
-        "model": {"path": "m", "chat_template": "no.j"},
+        "model": {"path": "org/m", "chat_template": "no.j"},
     }
     assert found(spec_with(tmp_path, user=user)) == [
         ("role.no-file", "the file `none.yaml` does not exist"),

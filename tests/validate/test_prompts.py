@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("in_folder")
 
 
 def found(tasks: str, prompt: str = "", lines: str = "", *overrides: str) -> list[str]:
-    text = f"spec: episode/v1\nname: demo\nmodel: {{path: m}}\nmachine: single_turn\ntasks: {{{tasks}}}\n"
+    text = f"spec: episode/v1\nname: demo\nmodel: {{path: org/m}}\nmachine: single_turn\ntasks: {{{tasks}}}\n"
     text += f"prompt:\n  - role: user\n    content: {prompt}\n" if prompt else ""
     Path("s.yaml").write_text(text + lines)
     return [
@@ -72,7 +72,7 @@ def picky(in_folder: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def recovering(recover: str) -> list[str]:
-    head = "spec: episode/v1\nname: demo\nmodel: {path: m}\n" + USER + "tasks: {source: inline, rows: [{q: a}]}\n"
+    head = "spec: episode/v1\nname: demo\nmodel: {path: org/m}\n" + USER + "tasks: {source: inline, rows: [{q: a}]}\n"
     Path("s.yaml").write_text(head + "prompt: [{role: user, content: hi}]\nrecover:\n" + recover)
     return [str(item).removeprefix("s.yaml:") for item in check_spec(load_spec("s.yaml")) if item.severity != "info"]
 

@@ -33,6 +33,7 @@ def test_ids_are_stable() -> None:
         ("code.no-package", "info"),
         ("code.protocol", "error"),
         ("code.returns", "error"),
+        ("code.unknown-field", "warning"),
         ("code.with-type", "error"),
         ("condense.action", "error"),
         ("condense.no-effect", "warning"),
@@ -40,6 +41,7 @@ def test_ids_are_stable() -> None:
         ("condense.window", "warning"),
         ("environment.effects", "error"),
         ("guard.constant", "warning"),
+        ("guard.fact-may-miss", "warning"),
         ("guard.not-boolean", "error"),
         ("guard.parse", "error"),
         ("guard.too-costly", "error"),
@@ -84,6 +86,7 @@ def test_ids_are_stable() -> None:
         ("model.stop-in-token", "warning"),
         ("model.template", "error"),
         ("model.template-patch", "error"),
+        ("model.unknown", "error"),
         ("notify.no-effect", "warning"),
         ("notify.no-package", "info"),
         ("prompt.empty", "error"),
@@ -97,6 +100,7 @@ def test_ids_are_stable() -> None:
         ("rewards.credit-needs", "warning"),
         ("rewards.no-effect", "warning"),
         ("rewards.no-such-turn", "error"),
+        ("rewards.nothing-to-move", "warning"),
         ("rewards.outcome-drops", "warning"),
         ("rewards.truncated-pays", "info"),
         ("rewards.turn-may-miss", "warning"),
@@ -169,7 +173,7 @@ def test_findings_come_in_the_order_of_the_document(tmp_path: Path, monkeypatch:
     monkeypatch.chdir(tmp_path)
     Path("s.yaml").write_text(
         "rewards: {reassign: [{at: X, op: add, value: 1, when: turns}]}\n"
-        "spec: episode/v1\nname: demo\nmodel: {path: m}\nuser: {use: 'no_such_module_here:U'}\n"
+        "spec: episode/v1\nname: demo\nmodel: {path: org/m}\nuser: {use: 'no_such_module_here:U'}\n"
         "machine: single_turn\ntasks: {source: jsonl, path: none}\nprompt: [{role: user, content: hi}]\n"
     )
     loaded, _ = read_spec("s.yaml")
@@ -215,7 +219,7 @@ specs = st.fixed_dictionaries(
     {
         "spec": st.just("episode/v1"),
         "name": st.just("demo"),
-        "model": st.just({"path": "m"}),
+        "model": st.just({"path": "org/m"}),
         "tasks": st.sampled_from(
             [
                 {"source": "inline", "rows": [{"q": 1}, {}]},

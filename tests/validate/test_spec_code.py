@@ -13,7 +13,7 @@ from engine.validate import check_spec
 HEAD = """\
 spec: episode/v1
 name: demo
-model: {path: m}
+model: {path: org/m}
 tasks: {source: inline, rows: [{q: a}]}
 prompt: [{role: user, content: "{{q}}"}]
 """
@@ -260,9 +260,9 @@ def test_an_action_of_ones_own() -> None:
             "dne",
             "environment: {use: 'checked_code:Good'}\n",
             [
+                "13:18: error[machine.unknown-event] `EXTRA` never emits the event `dne`; did you mean `done`?",
                 "10:5: error[machine.unhandled-event] `EXTRA` (step) may end with `done`, which leads nowhere; "
                 "add `{trigger: done, source: EXTRA, dest: …}`",
-                "13:18: error[machine.unknown-event] `EXTRA` never emits the event `dne`; did you mean `done`?",
             ],
         ),
     ],

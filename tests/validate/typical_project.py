@@ -7,7 +7,7 @@ from collections.abc import Mapping
 SPEC = """\
 spec: episode/v1
 name: kiosk
-model: {path: m, tool_calls: plain, tool_role: user}
+model: {path: org/m, tool_calls: plain, tool_role: user}
 tasks:
   source: jsonl
   path: rows.jsonl

@@ -7,6 +7,7 @@ remove findings of the first one.
 
 from __future__ import annotations
 
+import re
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from engine.cli.validate.report import Report, excerpts_of, one_line, pack, unpack
+from engine.errors import SpecError
 from engine.moved_names import MovedNameWarning
 from engine.plugin import Hook, missing
 from engine.processes.forked import Child, ChildError, refuse_outside
@@ -21,6 +23,7 @@ from engine.schemas.sections import written
 from engine.spec.access import Access
 from engine.spec.load import UNREADABLE, LoadedSpec, read_spec
 from engine.spec.references import mask, mask_all
+from engine.spec.resolve import MAX_BYTES
 from engine.spec.text.diagnostic import Diagnostic, Origin, Severity
 from engine.validate import all_rules
 from engine.validate.check import check_rules, trainer_of
@@ -28,6 +31,9 @@ from engine.validate.context import CheckContext
 from engine.validate.templates import set_deadline
 from engine.validate.worst_case import over_budget, worst_case
 
+_REPLIES = re.compile(r"^(?:(?:replies|cases)[ \t]*:|- )", re.MULTILINE)
+_SPEC = re.compile(r"^(?:spec|extends|model|tasks|machine)[ \t]*:", re.MULTILINE)
+"""Keys of a spec at the top level; one without `spec` is still meant as one."""
 SECONDS = 60.0
 """Time limit for one spec, in seconds."""
 MEMORY = 4 * 2**30
@@ -89,9 +95,11 @@ def examine(path: Path, options: Options | None = None, doing: Callable[[str], N
     for examine_file in EXAMINE_FILE.all():
         if (other := examine_file(path, options.overrides, access)) is not None:
             diagnostics, unreadable, skipped = other
-            return _report(Report(str(path), diagnostics, unreadable, scenarios=True, skipped=skipped), {}, access)
+            return _report(Report(str(path), diagnostics, unreadable, kind="scenarios", skipped=skipped), {}, access)
     if path.stem.endswith(SCENARIOS) and (unplayed := list(_unplayed(path))):
-        return Report(str(path), unplayed, scenarios=True)
+        return Report(str(path), unplayed, kind="scenarios")
+    if _holds_replies(path, access):
+        return _report(Report(str(path), _in_replies(path, access), kind="replies"), {}, access)
     loaded, problems = read_spec(path, options.overrides, access)
     if loaded is None:
         unreadable = any(item.rule in UNREADABLE for item in problems)
@@ -109,6 +117,27 @@ def examine(path: Path, options: Options | None = None, doing: Callable[[str], N
         findings += mask_all(slow_findings(loaded, options.seconds / 2), loaded.variables)
     everything = [*problems, *findings, *_unplayed(path)]
     return _report(Report(str(path), everything, worst=worst, skipped=skipped), sources, access)
+
+
+def _holds_replies(path: Path, access: Access) -> bool:
+    """Whether a file holds replies of the scripted backend: a list, or a mapping with a key that only they have."""
+    try:
+        data = access.read(path, MAX_BYTES) if path.is_file() else None
+    except (OSError, ValueError):
+        return False  # reading it as a spec reports the reason
+    text = (data or b"").decode("utf-8-sig", "replace")
+    return bool(_REPLIES.search(text)) and not _SPEC.search(text)
+
+
+def _in_replies(path: Path, access: Access) -> list[Diagnostic]:
+    """The findings in a file of replies."""
+    from engine.backends.scripted import read_script
+
+    try:
+        read_script(path, access)
+    except SpecError as error:
+        return list(error.diagnostics)
+    return []
 
 
 def _unplayed(path: Path) -> Iterator[Diagnostic]:

@@ -46,6 +46,14 @@ class Excerpt:
     """The line number; empty for an override."""
 
 
+KINDS = {
+    "spec": ("spec", "specs"),
+    "scenarios": ("file of scenarios", "files of scenarios"),
+    "replies": ("file of replies", "files of replies"),
+}
+"""What a file may hold, each with the words for one and for several."""
+
+
 @dataclass(frozen=True)
 class Report:
     """The findings in one spec."""
@@ -57,8 +65,8 @@ class Report:
     """The source line of each finding, if it can be read."""
     worst: WorstCase | None = None
     """The worst case; None if the machine has errors, or if it was not requested."""
-    scenarios: bool = False
-    """Whether it is a file of scenarios."""
+    kind: str = "spec"
+    """What the file holds, a key of `KINDS`."""
     skipped: list[str] = field(default_factory=list)
     """Rules that skipped something because code is not imported."""
 
@@ -130,7 +138,7 @@ def as_text(reports: Sequence[Report], *, notes: bool = True, worst: bool = Fals
         for index, item in enumerate(report.diagnostics)
         if notes or item.severity != "info"
     ]
-    costs = [line for report in reports for line in _cost(report) if not report.scenarios] if worst else []
+    costs = [line for report in reports for line in _cost(report) if report.kind == "spec"] if worst else []
     return "\n".join([*blocks, *costs, _summary(reports)])
 
 
@@ -177,8 +185,8 @@ def _summary(reports: Sequence[Report]) -> str:
     severities = [item.severity for report in reports for item in report.diagnostics]
     counts = [f"{(count := severities.count(name))} {name}{'s' * (count != 1)}" for name in ("error", "warning")]
     bad = sum(report.status != VALID for report in reports)
-    played = sum(report.scenarios for report in reports)
-    counted = [(len(reports) - played, "spec", "specs"), (played, "file of scenarios", "files of scenarios")]
+    kinds = [report.kind for report in reports]
+    counted = [(kinds.count(kind), *words) for kind, words in KINDS.items()]
     specs = " and ".join(f"{count} {one if count == 1 else many}" for count, one, many in counted if count)
     verdict = f"{specs}, {bad} invalid" if bad else f"{specs} valid"
     said = [count for count in counts if not count.startswith("0 ")]
@@ -282,7 +290,7 @@ def pack(report: Report) -> bytes:
         "unreadable": report.unreadable,
         "excerpts": [item and [item.text, item.column, item.number] for item in report.excerpts],
         "worst": None if worst is None else _plain_cost(worst),
-        "scenarios": report.scenarios,
+        "kind": report.kind,
         "skipped": list(report.skipped),
     }
     return json.dumps(data).encode()
@@ -307,7 +315,7 @@ def unpack(file: str, data: bytes) -> Report:
             bool(plain["unreadable"]),
             [None if item is None else Excerpt(str(item[0]), int(item[1]), str(item[2])) for item in plain["excerpts"]],
             None if worst is None else _cost_of(worst),
-            bool(plain["scenarios"]),
+            plain["kind"] if plain["kind"] in KINDS else "spec",
             [str(item) for item in plain["skipped"]],
         )
     except (KeyError, TypeError, IndexError, AttributeError, RecursionError, OverflowError) as error:

@@ -15,13 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 from engine.actions.facts import ACTIONS
 from engine.schemas.base import Struct
-from engine.validate.code.source import Module, last_name, lineage
+from engine.validate.code.source import Module, is_function_environment, last_name, lineage
 
 if TYPE_CHECKING:
     from engine.validate.context import CheckContext
 
 _ANSWERS = frozenset({"Reset", "Step", "UserTurn", "ToolReply"})
 """Classes of answers with `facts` and `rewards`."""
+_SAYS = frozenset({"Say", "End"})
+"""Classes of answers of a function environment: their `rewards` are a mapping too."""
 _COPIES = frozenset({"model_copy", "model_validate", "model_validate_json", "model_construct"})
 """Methods that build an answer out of data."""
 _CHANGES = frozenset({"update", "setdefault", "__setitem__"})
@@ -63,9 +65,10 @@ def written_names(module: Module) -> WrittenNames:
         given = {item.arg: item.value for item in node.keywords}
         if name in _COPIES or (name == "replace" and {"facts", "rewards"} & set(given)):
             facts = rewards = True
-        elif name in _ANSWERS:
+        elif name in _ANSWERS or name in _SAYS:
             facts = facts or None in given or not values.closed(given.get("facts"))
-            rewards = rewards or None in given
+            mapped = name in _SAYS and not isinstance(given.get("rewards"), ast.List)
+            rewards = rewards or None in given or (mapped and not values.closed(given.get("rewards")))
         elif name == "RewardEvent":
             rewards = rewards or None in given or not _is_text(given.get("name"))
     return WrittenNames(texts=frozenset(texts), other_facts=facts, other_rewards=rewards)
@@ -73,7 +76,7 @@ def written_names(module: Module) -> WrittenNames:
 
 def _renames(node: ast.AST) -> bool:
     """Whether a statement gives a class of answers another name, or derives a class from it."""
-    answers = _ANSWERS | {"RewardEvent"}
+    answers = _ANSWERS | _SAYS | {"RewardEvent"}
     if isinstance(node, ast.ImportFrom):
         return any(item.name in answers and item.asname not in (None, item.name) for item in node.names)
     if isinstance(node, ast.ClassDef):
@@ -180,17 +183,19 @@ def code_names(ctx: CheckContext) -> WrittenNames:
     for item in ctx.spec_code:
         adapted = item.role == "environment" and ctx.spec.environment and ctx.spec.environment.adapter
         names |= WrittenNames(texts=frozenset(_texts_in(item.entry.with_)))
-        names |= ANY_NAME if item.role == "tool server" or adapted else _names_of(ctx, item.entry.use, item.role)
+        names |= ANY_NAME if item.role == "tool server" or adapted else names_of(ctx, item.entry.use, item.role)
     for _, state in ctx.own_actions:
-        names |= WrittenNames(texts=frozenset(_texts_in(state.with_))) | _names_of(ctx, str(state.action), "action")
+        names |= WrittenNames(texts=frozenset(_texts_in(state.with_))) | names_of(ctx, str(state.action), "action")
     return names
 
 
-def _names_of(ctx: CheckContext, use: str, role: str) -> WrittenNames:
+def names_of(ctx: CheckContext, use: str, role: str) -> WrittenNames:
     """What the modules of an entry point, of its base classes and of the spec's own modules that it imports write."""
     code = ctx.code_text(use)
     is_class = code is not None and isinstance(code.definition.node, ast.ClassDef)
-    if code is None or (not is_class and role in ("environment", "user")):
+    if code is None or (
+        not is_class and role in ("environment", "user") and not is_function_environment(code.definition.node)
+    ):
         return ANY_NAME  # what a function builds may be any class
     family = lineage(code.definition, ctx.sources) if is_class else None
     if family is not None and not family.complete:

@@ -53,7 +53,7 @@ VALUES: dict[str, Any] = {
 
 
 def validated(folder: Path, backend: str, more: str) -> list[str]:
-    lines = ["spec: episode/v1", "name: demo", "model: {path: m}", "tasks: {source: inline, rows: [{q: a}]}"]
+    lines = ["spec: episode/v1", "name: demo", "model: {path: org/m}", "tasks: {source: inline, rows: [{q: a}]}"]
     (folder / "s.yaml").write_text("\n".join([*lines, "machine: single_turn", f"backend: {backend}", more, ""]))
     return [f"{'.'.join(map(str, item.path))}: {item.message}" for item in check_spec(load_spec(folder / "s.yaml"))]
 

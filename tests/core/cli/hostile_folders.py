@@ -10,7 +10,7 @@ from pathlib import Path
 SECRET = "tOpSeCrEt-4711-do-not-print"
 """In a file outside, in a variable, and nowhere else."""
 HEAD = "spec: episode/v1\nname: demo\n"
-MODEL = "model: {path: no-such-model}\n"
+MODEL = "model: {path: no/such-model}\n"
 TASKS = "tasks: {source: inline, rows: [{q: a}]}\n"
 PROMPT = 'prompt: [{role: user, content: "{{q}}"}]\n'
 MACHINE = "machine: single_turn\n"
@@ -93,7 +93,9 @@ CODE: dict[str, Case] = {
     ),
     "scorer": uses("rewards: {scorer: {use: 'beside:function'}}\n"),
     "parser of calls": Case(
-        (HEAD + "model: {path: m, tool_calls: 'beside:Board'}\n" + TASKS + PROMPT + MACHINE), (), {"beside.py": BESIDE}
+        (HEAD + "model: {path: org/m, tool_calls: 'beside:Board'}\n" + TASKS + PROMPT + MACHINE),
+        (),
+        {"beside.py": BESIDE},
     ),
     "action": Case(
         HEAD + MODEL + TASKS + PROMPT + "machine:\n  preset: single_turn\n  states: {X: {action: 'beside:function'}}\n"
@@ -162,7 +164,7 @@ FILES: dict[str, Case] = {
     ),
     "Parquet of a FIFO": tasks("source: parquet, path: rows", "tasks.unreadable", make=fifo("rows/a.parquet")),
     "template of a path": Case(
-        WHOLE.replace("no-such-model", "no-such-model, chat_template: '{outside}/secret.txt'"), ("spec.outside",)
+        WHOLE.replace("no/such-model", "no/such-model, chat_template: '{outside}/secret.txt'"), ("spec.outside",)
     ),
     "replies of a path": Case(
         WHOLE + "backend: {kind: scripted, replies: '{outside}/secret.txt'}\n", ("spec.outside",)
@@ -172,21 +174,21 @@ FILES: dict[str, Case] = {
         ("spec.outside",),
     ),
     "model with a linked template": Case(
-        WHOLE.replace("no-such-model", "m"),
+        WHOLE.replace("no/such-model", "m"),
         ("model.template",),
         {"m/config.json": "{}", "m/tokenizer_config.json": "{}"},
         link("m/chat_template.jinja", "secret.txt"),
     ),
     "model with a FIFO": Case(
-        WHOLE.replace("no-such-model", "m"),
+        WHOLE.replace("no/such-model", "m"),
         ("model.template",),
         {"m/config.json": "{}", "m/tokenizer_config.json": "{}"},
         fifo("m/chat_template.jinja"),
     ),
-    "model of a path": Case(WHOLE.replace("no-such-model", "'{outside}'")),
-    "model of the system": Case(WHOLE.replace("no-such-model", "/proc/self")),
+    "model of a path": Case(WHOLE.replace("no/such-model", "'{outside}'")),
+    "model of the system": Case(WHOLE.replace("no/such-model", "/proc/self")),
     "template of the model's folder": Case(
-        WHOLE.replace("no-such-model", "'{outside}', chat_template: '{outside}/secret.txt'"), ("spec.outside",)
+        WHOLE.replace("no/such-model", "'{outside}', chat_template: '{outside}/secret.txt'"), ("spec.outside",)
     ),
 }
 """Files that must be neither printed nor waited for."""
@@ -251,7 +253,7 @@ FORGERIES: dict[str, Case] = {
         "source: jsonl, path: r.jsonl", "tasks.unreadable", files={"r.jsonl": "::error::forged \x1b[1m\n"}
     ),
     "template": Case(
-        WHOLE.replace("no-such-model", "m"),
+        WHOLE.replace("no/such-model", "m"),
         ("model.template",),
         {"m/tokenizer_config.json": "{}", "m/chat_template.jinja": "{% ::error::forged \x1b %}"},
     ),
@@ -263,7 +265,7 @@ BACKTRACKS = """{"version": "1.0", "model": {"type": "BPE", "vocab": {}, "merges
 "pre_tokenizer": {"type": "Split", "pattern": {"Regex": "(a|a|aa)+b"}, "behavior": "Isolated", "invert": false}}"""
 HANGING: dict[str, Case] = {
     "template that loops": Case(
-        WHOLE.replace("no-such-model", "m"),
+        WHOLE.replace("no/such-model", "m"),
         ("model.template",),
         {
             "m/tokenizer_config.json": "{}",
@@ -271,12 +273,12 @@ HANGING: dict[str, Case] = {
         },
     ),
     "template that grows": Case(
-        WHOLE.replace("no-such-model", "m"),
+        WHOLE.replace("no/such-model", "m"),
         ("model.template",),
         {"m/tokenizer_config.json": "{}", "m/chat_template.jinja": "{% set x = 'a' * 10**12 %}{{ x }}"},
     ),
     "tokenizer that backtracks": Case(
-        WHOLE.replace("no-such-model", "m").replace("rows: [{q: a}]", f"rows: [{{q: {'a' * 4000}}}]")
+        WHOLE.replace("no/such-model", "m").replace("rows: [{q: a}]", f"rows: [{{q: {'a' * 4000}}}]")
         + "limits: {episode_tokens: 600, turn_tokens: 10}\n",
         ("limits.prompt-too-long",),
         {
@@ -286,7 +288,7 @@ HANGING: dict[str, Case] = {
         },
     ),
     "template that loops over a row": Case(
-        WHOLE.replace("no-such-model", "m").replace("rows: [{q: a}]", f"rows: [{{q: {'a' * 4000}}}]")
+        WHOLE.replace("no/such-model", "m").replace("rows: [{q: a}]", f"rows: [{{q: {'a' * 4000}}}]")
         + "limits: {episode_tokens: 600, turn_tokens: 10}\n",
         ("limits.prompt-too-long",),
         {

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("in_folder")
 SPEC = """\
 spec: episode/v1
 name: demo
-model: {path: m}
+model: {path: org/m}
 machine: single_turn
 tasks: {source: inline, rows: [{question: a}, {question: b}]}
 prompt: [{role: user, content: "{{question}}"}]
@@ -116,9 +116,9 @@ def test_notes_are_told_when_asked_for() -> None:
     Path("s.yaml").write_text(SPEC)
     assert engine_output("validate", "s.yaml") == (0, "1 spec valid\n")
     assert engine_output("validate", "s.yaml", "--notes")[1].splitlines() == [
-        "s.yaml:3:15: info[model.not-at-hand] the files of `m` are not on this computer: template, context and images are not checked",
-        "     3 | model: {path: m}",
-        "       |               ^",
+        "s.yaml:3:15: info[model.not-at-hand] the files of `org/m` are not on this computer: template, context and images are not checked",
+        "     3 | model: {path: org/m}",
+        "       |               ^^^^^",
         "        fix: download it once (`engine models` lists the models), or give a folder",
         "1 spec valid",
     ]

@@ -167,7 +167,7 @@ def test_what_a_module_prints_does_not_mix_with_the_findings() -> None:
 def test_a_folder_means_every_spec_under_it() -> None:
     for name in ("a/one.yaml", "a/deep/two.yml", "a/.hidden/three.yaml"):
         Path(name).parent.mkdir(parents=True, exist_ok=True)
-        Path(name).write_text(GOOD)
+        Path(name).write_text(GOOD.replace("path: m", "path: org/m"))
     Path("a/replies.yaml").write_text("replies: [hi]\n")
     Path("a/child.yaml").write_text("extends: one.yaml\n")
     assert [str(path) for path in find_specs([Path("a"), Path("a/one.yaml")])] == [
@@ -223,3 +223,14 @@ def test_bytes_of_the_system_that_are_no_text_are_shown_as_escapes(monkeypatch: 
         assert status == 1
         assert "${ODD}" in output
         assert ("%FF.yaml" if "sarif" in extra else "\\udcff.yaml") in output  # SARIF names files by URI
+
+
+def test_a_file_of_replies_is_checked_as_one() -> None:
+    Path("s.yaml").write_text(GOOD)
+    Path("list.yaml").write_text("- '4'\n- {text: hi, finish: length}\n")
+    Path("replies.yaml").write_text("# replies\nreplies: [{txt: hi}]\n")
+    assert run("s.yaml", "list.yaml") == (0, "1 spec and 1 file of replies valid\n")
+    status, output = run("s.yaml", "list.yaml", "replies.yaml")
+    assert status == 1
+    assert output.splitlines()[0] == "replies.yaml:2:12: error[spec.unknown-key] unknown key `txt`"
+    assert output.splitlines()[-1] == "1 spec and 2 files of replies, 1 invalid: 1 error"

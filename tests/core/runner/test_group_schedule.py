@@ -110,7 +110,7 @@ class FakeRunner:
 def spec_of(**train: Any) -> tuple[EpisodeSpec, TrainSpec]:
     wanted = TrainSpec.model_validate({"tasks_per_step": 2, "shuffle": False} | train)
     return EpisodeSpec.model_validate(
-        {"spec": "episode/v1", "name": "x", "model": {"path": "m"}, "tasks": {"source": "inline", "rows": []}}
+        {"spec": "episode/v1", "name": "x", "model": {"path": "org/m"}, "tasks": {"source": "inline", "rows": []}}
     ), wanted
 
 

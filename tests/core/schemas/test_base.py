@@ -9,7 +9,7 @@ FIRST_USE = """
 import threading
 from engine.schemas.episode import EpisodeSpec
 
-whole = {"spec": "episode/v1", "name": "n", "model": {"path": "m"}, "machine": "single_turn",
+whole = {"spec": "episode/v1", "name": "n", "model": {"path": "org/m"}, "machine": "single_turn",
          "tasks": {"source": "inline", "rows": [{"a": 1}]}, "prompt": [{"role": "user", "content": "x"}]}
 assert not EpisodeSpec.__pydantic_complete__
 start, specs = threading.Barrier(8), []

@@ -294,7 +294,7 @@ def test_the_json_schema_and_the_page_have_the_keys(strange: Strange) -> None:
     document = {
         "spec": "episode/v1",
         "name": "x",
-        "model": {"path": "m"},
+        "model": {"path": "org/m"},
         "backend": {"kind": "scripted", "replies": ["r"]},
     }
     document |= {"tasks": {"source": "inline", "rows": [{"id": "a"}]}}

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("in_folder")
 PNG = b"\x89PNG\r\n\x1a\n the rest of a file"
 URI = f"data:image/png;base64,{b64encode(PNG).decode()}"
 FIELD = PromptField(field="messages")
-HEAD = "spec: episode/v1\nname: demo\nmodel: {path: m}\nprompt: {field: messages}\n"
+HEAD = "spec: episode/v1\nname: demo\nmodel: {path: org/m}\nprompt: {field: messages}\n"
 
 
 def read(messages: Any, **fields: Any) -> list[Message]:

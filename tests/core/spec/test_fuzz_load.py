@@ -23,7 +23,7 @@ QUIET = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.
 SPEC = """\
 spec: episode/v1
 name: demo
-model: {path: m}
+model: {path: org/m}
 tasks: {source: inline, rows: [{question: "What is 2 + 2?"}]}
 prompt: [{role: user, content: "{{question}}"}]
 machine:

@@ -27,7 +27,7 @@ WEIGHTS = st.lists(st.floats(0.1, 20.0), min_size=1, max_size=5)
 
 
 def loaded(tasks: dict[str, Any], **more: Any) -> LoadedSpec:
-    spec = {"spec": "episode/v1", "name": "mix", "model": {"path": "m"}, "machine": "single_turn", "tasks": tasks}
+    spec = {"spec": "episode/v1", "name": "mix", "model": {"path": "org/m"}, "machine": "single_turn", "tasks": tasks}
     Path("s.yaml").write_text(yaml.safe_dump(spec | {"prompt": [{"role": "user", "content": "{{q}}"}]} | more))
     return load_spec("s.yaml")
 

@@ -207,8 +207,12 @@ def test_another_length_than_the_published_one_is_reported(train: str, messages:
 
 
 def test_epochs_of_an_extended_spec_make_steps_without_effect() -> None:
-    Path("base.yaml").write_text(f"{OWN}model: {{path: m}}\nrollout: {{samples_per_task: 4}}\ntrain: {{epochs: 3}}\n")
+    Path("base.yaml").write_text(
+        f"{OWN}model: {{path: org/m}}\nrollout: {{samples_per_task: 4}}\ntrain: {{epochs: 3}}\n"
+    )
     text = "extends: base.yaml\nspec: episode/v1\nname: own\ntrain: {steps: 5}\n"
     assert told(text) == ["4: `train.steps` has no effect: `train.epochs` sets the number of steps"]
-    Path("base.yaml").write_text(f"{OWN}model: {{path: m}}\nrollout: {{samples_per_task: 4}}\ntrain: {{steps: 3}}\n")
+    Path("base.yaml").write_text(
+        f"{OWN}model: {{path: org/m}}\nrollout: {{samples_per_task: 4}}\ntrain: {{steps: 3}}\n"
+    )
     assert told(text.replace("steps: 5", "epochs: 5")) == []

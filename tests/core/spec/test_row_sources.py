@@ -26,7 +26,7 @@ from engine.spec.tasks import load_tasks, shuffled
 
 pytestmark = pytest.mark.usefixtures("in_folder")
 
-HEAD = "spec: episode/v1\nname: demo\nmodel: {path: m}\n"
+HEAD = "spec: episode/v1\nname: demo\nmodel: {path: org/m}\n"
 TEXTS = ["plain", "", 'a "quoted" word', "a, comma", "two\nlines", "\u2028 and \x0b", "ünïcode 图像", "\ttab"]
 
 

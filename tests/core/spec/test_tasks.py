@@ -14,7 +14,7 @@ from engine.schemas.environment import Task
 from engine.spec.load import load_spec
 from engine.spec.tasks import load_tasks
 
-HEAD = "spec: episode/v1\nname: demo\nmodel: {path: m}\n"
+HEAD = "spec: episode/v1\nname: demo\nmodel: {path: org/m}\n"
 
 
 @pytest.fixture(autouse=True)

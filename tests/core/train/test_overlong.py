@@ -24,7 +24,7 @@ from engine.train.batches import GroupBuilder, cut_by, masked_metrics, penalized
 SPEC: dict[str, Any] = {
     "spec": "episode/v1",
     "name": "long",
-    "model": {"path": "m"},
+    "model": {"path": "org/m"},
     "backend": {"kind": "local"},
     "tasks": {"source": "inline", "rows": [{"q": "a"}]},
     "prompt": [{"role": "user", "content": "{{q}}"}],

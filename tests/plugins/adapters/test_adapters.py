@@ -27,7 +27,7 @@ def load(folder: Path, environment: dict[str, Any], **changes: Any) -> LoadedSpe
     spec = {
         "spec": "episode/v1",
         "name": "demo",
-        "model": {"path": "m"},
+        "model": {"path": "org/m"},
         "tasks": {"source": "inline", "rows": [{"q": "a"}]},
         "prompt": [{"role": "user", "content": "{{q}}"}],
         "environment": {"adapter": "slime", "use": "env_game.py:build_env", **environment},

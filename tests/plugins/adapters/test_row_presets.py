@@ -18,7 +18,7 @@ from engine.spec.tasks import load_tasks
 
 pytestmark = pytest.mark.usefixtures("in_folder")
 
-HEAD = "spec: episode/v1\nname: demo\nmodel: {path: m}\n"
+HEAD = "spec: episode/v1\nname: demo\nmodel: {path: org/m}\n"
 PNG = b"\x89PNG\r\n\x1a\n the rest of a file"
 
 

@@ -36,7 +36,7 @@ def test_what_requests_may_set(
     document = {
         "spec": "episode/v1",
         "name": "demo",
-        "model": {"path": "m"},
+        "model": {"path": "org/m"},
         "tasks": {"source": "inline", "rows": [{"q": "a"}]},
         "agent": {"run": "true", **agent},
         "machine": "agent",

@@ -18,7 +18,7 @@ SCHEMA = json.loads((Path(__file__).parents[2] / "data" / "sarif-2.1.0-rtm.5.sch
 SPEC = """\
 spec: episode/v1
 name: demo
-model: {path: m}
+model: {path: org/m}
 machine: single_turn
 tasks: {source: inline, rows: [{question: a}, {question: b}]}
 prompt: [{role: user, content: "{{question}}"}]

@@ -29,7 +29,7 @@ def test_each_driver_has_its_part(condenser: dict[str, Any], parts: dict[str, An
     spec = {
         "spec": "episode/v1",
         "name": "shared",
-        "model": {"path": "m"},
+        "model": {"path": "org/m"},
         "backend": {"kind": "scripted", "replies": ["x"]},
         "tasks": {"source": "inline", "rows": [{"id": "a"}], "id": "id"},
         "condense": {"condenser": condenser},

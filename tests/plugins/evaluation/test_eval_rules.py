@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("in_folder")
 HEAD = """\
 spec: episode/v1
 name: demo
-model: {path: m}
+model: {path: org/m}
 tasks: {source: inline, rows: [{q: a}]}
 prompt: [{role: user, content: "{{q}}"}]
 machine: single_turn

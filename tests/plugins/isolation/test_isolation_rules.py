@@ -15,7 +15,7 @@ from engine.validate import check_spec
 BASE: dict[str, Any] = {
     "spec": "episode/v1",
     "name": "demo",
-    "model": {"path": "m"},
+    "model": {"path": "org/m"},
     "tasks": {"source": "inline", "rows": [{"question": "?"}]},
     "prompt": [{"role": "user", "content": "{{question}}"}],
     "machine": "tools_and_user",

@@ -21,7 +21,7 @@ app.command()(graph)
 SPEC = """\
 spec: episode/v1
 name: demo
-model: {path: m}
+model: {path: org/m}
 tasks: {source: inline, rows: [{q: a}]}
 machine: MACHINE
 """

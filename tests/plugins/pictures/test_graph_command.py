@@ -13,7 +13,7 @@ from engine.cli.main import app
 SPEC = """\
 spec: episode/v1
 name: demo
-model: {path: m}
+model: {path: org/m}
 tasks: {source: inline, rows: [{q: a}]}
 machine: tools
 """

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[3]
 SPEC = """\
 spec: episode/v1
 name: demo
-model: {path: m}
+model: {path: org/m}
 machine: single_turn
 tasks: {source: inline, id: question, rows: [{question: a}]}
 prompt: [{role: user, content: "{{question}}"}]

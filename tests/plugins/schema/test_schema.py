@@ -30,7 +30,7 @@ run = partial(engine_output, "schema")
 GOOD: dict[str, Any] = {
     "spec": "episode/v1",
     "name": "demo",
-    "model": {"path": "m"},
+    "model": {"path": "org/m"},
     "tasks": {"source": "inline", "rows": [{"q": "a"}]},
 }
 
@@ -81,7 +81,13 @@ def test_files_are_written_once_and_checked(tmp_path: Path, monkeypatch: pytest.
         {"user": {"use": "a:b", "with": {"x": 1}, "timeout": "5s"}},
         {"user": None},
         {"user": {"prompt": [{"role": "system", "content": "Be a user."}], "backend": {"kind": "local"}}},
-        {"user": {"prompt": [{"role": "user", "content": "?"}], "model": {"path": "m"}, "marks": [{"text": "[DONE]"}]}},
+        {
+            "user": {
+                "prompt": [{"role": "user", "content": "?"}],
+                "model": {"path": "org/m"},
+                "marks": [{"text": "[DONE]"}],
+            }
+        },
         {
             "user": {
                 "prompt": [{"role": "user", "content": "?"}],
@@ -118,7 +124,7 @@ def test_what_is_right_is_right_for_both(changes: dict[str, Any], validator: Any
         {"naem": "x"},
         {"name": "a b"},
         {"model": {}},
-        {"model": {"path": "m", "pth": "m"}},
+        {"model": {"path": "org/m", "pth": "m"}},
         {"machine": "toolz"},
         {"machine": {"states": {"A": {}}}},
         {"user": {"with": {}}},
@@ -218,7 +224,7 @@ def test_every_example_is_right_for_both(name: str, key: str, value: Any, valida
     rule = {"at": "DONE", "turn": "last", "to": "first", "share": 0.5}
     beside: dict[str, dict[str, Any]] = {
         "": {key: value},
-        "ModelSpec": {"model": {"path": "m", key: value}},
+        "ModelSpec": {"model": {"path": "org/m", key: value}},
         "SamplingParams": {"sampling": {key: value}},
         "TasksSpec": {"tasks": {"source": "jsonl", "path": "x", key: value}},
         "LimitsSpec": {"limits": {key: value}},
@@ -258,9 +264,9 @@ def test_an_editors_validator_agrees(tmp_path: Path) -> None:
     schema_file = tmp_path / "episode.schema.json"
     schema_file.write_text(documents()["episode"])
     (tmp_path / "good.yaml").write_text(
-        "spec: episode/v1\nname: demo\nmodel: {path: m}\ntasks: {source: hub, path: a/b}\nmachine: tools\n"
+        "spec: episode/v1\nname: demo\nmodel: {path: org/m}\ntasks: {source: hub, path: a/b}\nmachine: tools\n"
     )
-    (tmp_path / "bad.yaml").write_text("spec: episode/v1\nname: demo\nmodel: {path: m}\ntasks: {source: hub}\n")
+    (tmp_path / "bad.yaml").write_text("spec: episode/v1\nname: demo\nmodel: {path: org/m}\ntasks: {source: hub}\n")
     command = [sys.executable, "-m", "check_jsonschema", "--schemafile", str(schema_file)]
     beside = sorted(str(path) for path in (ROOT / "specs").glob("*.scenarios.yaml"))
     specs = sorted({str(path) for path in (ROOT / "specs").glob("*.yaml")} - set(beside))
@@ -288,7 +294,7 @@ BROKEN = {
 def test_an_editors_validator_finds_what_is_broken(tmp_path: Path) -> None:
     schema_file = tmp_path / "episode.schema.json"
     schema_file.write_text(documents()["episode"])
-    head = "spec: episode/v1\nname: demo\nmodel: {path: m}\ntasks: {source: inline, rows: [{q: a}]}\n"
+    head = "spec: episode/v1\nname: demo\nmodel: {path: org/m}\ntasks: {source: inline, rows: [{q: a}]}\n"
     for index, lines in enumerate(BROKEN):
         (tmp_path / f"bad{index}.yaml").write_text(head + lines + "\n")
     command = [sys.executable, "-m", "check_jsonschema", "--schemafile", str(schema_file), "-o", "json", "-v"]

@@ -206,7 +206,7 @@ def test_it_is_listed_and_stands_in_the_schema(layer: Path, tmp_path: Path) -> N
 KEYS = """\
 spec: episode/v1
 name: s
-model: {path: m}
+model: {path: org/m}
 tasks: {source: inline, rows: [{question: x}]}
 prompt: [{role: user, content: "{{question}}"}]
 """

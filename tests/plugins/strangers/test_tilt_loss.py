@@ -16,7 +16,7 @@ from written_specs import TALKS_ON_WHEN_CUT, listener_spec
 SPEC = """\
 spec: episode/v1
 name: s
-model: {path: m}
+model: {path: org/m}
 tasks: {source: inline, rows: [{question: x}]}
 prompt: [{role: user, content: "{{question}}"}]
 machine: single_turn

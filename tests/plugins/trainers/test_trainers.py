@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[3]
 PLAIN: dict[str, Any] = {
     "spec": "episode/v1",
     "name": "plain",
-    "model": {"path": "m"},
+    "model": {"path": "org/m"},
     "tasks": {"source": "inline", "rows": [{"q": "?"}]},
     "prompt": [{"role": "user", "content": "{{q}}"}],
     "machine": "single_turn",
@@ -82,7 +82,7 @@ USED: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
         {"train": TRAIN | {"advantage_bonuses": [{"use": "m:bonus"}]}},
         {"token_bonuses": "train.advantage_bonuses"},
     ),
-    "images": ({"model": {"path": "m", "max_images": 2}}, {"images": "model.max_images"}),
+    "images": ({"model": {"path": "org/m", "max_images": 2}}, {"images": "model.max_images"}),
     "images of the prompt": (
         {"prompt": [{"role": "user", "content": [{"type": "image", "image": "{{q}}"}]}]},
         {"images": "prompt.0"},
