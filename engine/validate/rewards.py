@@ -213,7 +213,8 @@ def nothing_to_move(ctx: CheckContext) -> Iterator[Finding]:
     """What writes the reward comes after the rule's state on every path, or pays only a later turn."""
     for path, item in _rules(ctx):
         writers = _writers(ctx, item.name) if item.op == "transfer" else None
-        if not writers:
+        moved = item.turn != "last" and sum(other.op == "transfer" for _, other in _rules(ctx)) > 1
+        if not writers or moved:
             continue  # `rewards.unpayable` and `rewards.unknown-name` report a reward that nothing writes
         steps = [(edge.source, edge.dest) for edge in ctx.live]
         asks = set(ctx.performing("generate"))
@@ -253,8 +254,8 @@ def _writers(ctx: CheckContext, name: str | None) -> frozenset[str] | None:
     for item in ctx.spec.rewards.reassign:
         if item.op != "transfer" and name in (None, item.name or REWARD):
             states.add(item.at)
-        if item.turn != "last":
-            return None
+            if item.turn != "last":
+                return None
     return frozenset(states)
 
 
