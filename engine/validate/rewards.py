@@ -243,9 +243,8 @@ def _writers(ctx: CheckContext, name: str | None) -> frozenset[str] | None:
         names = names_of(ctx, code.entry.use, code.role)
         if names.other_rewards or "turn" in names.texts or (code.role not in of_role and code.role != "tool"):
             return None
-        if "RewardEvent" in names.texts or "rewards" in names.texts:
-            paid = of_role.get(code.role, ctx.calling)
-            states.update(paid if name is None or name in names.texts else [])
+        if {"rewards", "value"} & names.texts if name is None else name in names.texts:
+            states.update(of_role.get(code.role, ctx.calling))
     scorer = ctx.spec.rewards.scorer
     if scorer is not None and scorer.use is None and name in (None, scorer.name):
         states.update(final)
