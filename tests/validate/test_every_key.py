@@ -230,6 +230,7 @@ ALWAYS = {
     "rewards.credit.with": "arguments of a function",
     "rewards.reassign.at": "where the rule is applied (rules.unknown-state)",
     "rewards.reassign.name": "which reward (rewards.unknown-name)",
+    **{f"rewards.reassign.turn.{key}": "which turn (rewards.no-such-turn)" for key in ("first", "last")},
     "rewards.reassign.to": "which turn receives (rewards.unpayable, rewards.no-such-turn)",
     "rewards.reassign.cause": "shown with the reward",
     **{f"rewards.reassign.{part}.{key}": "the address of a part (rewards.unpayable)" for part in ("part", "to_part") for key in ("call", "text", "tokens")},
