@@ -168,9 +168,9 @@ FOUND: dict[str, Case] = {
         f"{USER}rewards: {{credit: {{method: outcome}}, {TRANSFER}}}\n",
         "moving a reward to another turn has no effect",
     ),
-    "rewards.reassign.turn": (
-        f"{USER}rewards: {{credit: {{method: outcome}}, reassign: [{{at: AWAITING_USER_FEEDBACK, op: add, turn: first, value: 1}}]}}\n",
-        "`turn: first` has no effect",
+    "rewards.reassign.turn.first": (
+        f"{USER}rewards: {{credit: {{method: outcome}}, reassign: [{{at: AWAITING_USER_FEEDBACK, op: add, turn: {{first: answered}}, value: 1}}]}}\n",
+        "`turn: {first: answered}` has no effect",
     ),
     "rewards.reassign.share": (
         f"{USER}rewards: {{{TRANSFER.replace('0.5', '0')}}}\n",
@@ -230,7 +230,7 @@ ALWAYS = {
     "rewards.credit.with": "arguments of a function",
     "rewards.reassign.at": "where the rule is applied (rules.unknown-state)",
     "rewards.reassign.name": "which reward (rewards.unknown-name)",
-    **{f"rewards.reassign.turn.{key}": "which turn (rewards.no-such-turn)" for key in ("first", "last")},
+    "rewards.reassign.turn.last": "which turn (rewards.no-such-turn); `first` and `last` are found alike",
     "rewards.reassign.to": "which turn receives (rewards.unpayable, rewards.no-such-turn)",
     "rewards.reassign.cause": "shown with the reward",
     **{f"rewards.reassign.{part}.{key}": "the address of a part (rewards.unpayable)" for part in ("part", "to_part") for key in ("call", "text", "tokens")},
