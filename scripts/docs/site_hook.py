@@ -1,4 +1,5 @@
-"""Hook of mkdocs: rule pages of plugins stand beside the others, and a built page loads nothing from another host."""
+"""Hook of mkdocs: rule pages of plugins stand beside the others, each page says the version, and a built page loads
+nothing from another host."""
 
 from __future__ import annotations
 
@@ -10,6 +11,8 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
+from engine import __version__
+
 ROOT = Path(__file__).parents[2]
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\((?!\w+:|#)([^)\s#]+)(#[^)\s]*)?\)")
 FENCE = re.compile(r"^(```\w+) ([\w./-]+)$", re.MULTILINE)  # a file's name, as rule pages write it
@@ -17,6 +20,12 @@ LOADED = re.compile(
     r"""<(?:script|link|img|iframe|source)\b[^>]*?\b(?:src|href)=["']?(?:https?:)?//[^"'\s>]+|@import[^;]*//[^;]+"""
 )
 CSS_LOADED = re.compile(r"""(?:@import|url\()\s*["']?(?:https?:)?//[^"')\s]+""")
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """The foot of each page has the version."""
+    config.copyright = f"{config.site_name} {__version__}"
+    return config
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
