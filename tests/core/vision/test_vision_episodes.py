@@ -137,7 +137,7 @@ def test_a_fork_holds_the_images_that_it_shares(make_spec: Any, run_spec: Any, t
     from engine.store import RunStore
 
     ran = asyncio.run(run_spec(make_spec("qwen3_vl", [LOOK, "It is red.", "It is green."], **SCRIPTED)))
-    replay(str(ran.store.folder), None, tmp_path / "forks", 2, 1)
+    replay(str(ran.store.folder), from_turn=2, salt=1, out=tmp_path / "forks")
     (folder,) = (tmp_path / "forks").iterdir()
     with RunStore.open(folder, readonly=True) as fork:
         (found,) = fork.trajectories()
@@ -209,7 +209,7 @@ async def test_a_file_of_rows_has_each_image_once_beside_it(
 
     ran = await run_spec(make_spec("qwen2_5_vl", **GALLERY))
     path = tmp_path / f"out.{format}"
-    export(str(ran.store.folder), format, path)
+    export(str(ran.store.folder), format=format, out=path)
     names = sorted(file.name for file in images_folder(path).iterdir())
     assert names == sorted(f"{digest.removeprefix('sha256:')}.safetensors" for digest in set(ALL))
     fresh = load_format(ran.loaded.spec.model, ran.loaded.base).vision  # without the run
