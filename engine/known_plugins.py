@@ -92,6 +92,7 @@ KNOWN: dict[str, dict[str, tuple[str, ...]]] = {
         "isolation_modes": ("process",),
     },
     "launch": {"install": ("pip install --force-reinstall --no-deps episode-engine",), "launchers": ("sglang", "vllm")},
+    "learning_signal": {"install": ("pip install --force-reinstall --no-deps episode-engine",)},
     "local": {
         "install": ("pip install --force-reinstall --no-deps episode-engine",),
         "backends": ("local",),

@@ -135,8 +135,6 @@ def _print_result(training: Training, console: Console, seconds: float) -> None:
         console.print(f"Checkpoint: {result.checkpoint}")
     if result.model is not None:
         console.print(f"Model: {result.model}")
-    if result.missing_signal:
-        console.print(result.missing_signal, style="red")
     if result.interrupted:
         console.print(f"Interrupted. To continue: engine train --resume {folder}")
         raise typer.Exit(interrupted())

@@ -15,6 +15,7 @@ from engine.plugin import Hook
 from engine.schemas.sections import written
 
 if TYPE_CHECKING:
+    from engine.runner.batch import Batch
     from engine.runner.counters import RunCounters
     from engine.runner.summary import RunResult, RunSummary
     from engine.schemas.trajectory import Trajectory
@@ -67,6 +68,11 @@ class TrainingObserver:
     def opened(self, store: RunStore) -> None:
         """The store of the training's episodes is open for writing, until the training ends. Not called where it
         samples none."""
+
+    def sampled(self, step: int, batch: Batch) -> tuple[Mapping[str, float], str | None]:
+        """The batch of a step is collected. Returns further metrics of the step, and a warning that it and those before
+        it lack a learning signal: after the update `lacks_signal` gets it."""
+        return {}, None
 
     def stepped(self, step: int, metrics: Mapping[str, float]) -> None:
         """A line of `metrics.jsonl` is written; step 0 is the evaluation before the first step."""

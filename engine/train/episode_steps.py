@@ -28,7 +28,6 @@ from engine.store.find import open_elsewhere
 from engine.store.store import episode_id_of
 from engine.train.batch_log import BatchRecord, check_tasks
 from engine.train.batches import GroupBuilder, masked_metrics
-from engine.train.learning_signal import MissingSignal, reach_of
 from engine.train.step_source import StepBatch, StepSource, TrainResult
 from engine.validate import refuse_first_tasks
 
@@ -65,8 +64,7 @@ class EpisodeSteps(StepSource):
     def __init__(self, trainer: Trainer) -> None:
         super().__init__(trainer)
         self._processes = processes_of(trainer.loaded)
-        self._missing = MissingSignal(trainer.train)
-        self._warning: str | None = None
+        self._warnings: list[str] = []
         """About the newest batch and those before it: they have no learning signal."""
         self._solved: dict[str, list[int]] = {}
         """Of the newest batch: see `BatchRecord.solved`."""
@@ -118,7 +116,6 @@ class EpisodeSteps(StepSource):
                 yield
         finally:
             self._store.close()
-        result.missing_signal = self._missing.summary
         result.faults = runner.faults
 
     def _open_runner(self) -> EpisodeRunner:
@@ -192,7 +189,6 @@ class EpisodeSteps(StepSource):
         """Collect a batch of groups."""
         with self._trainer.timed("rollout"):
             batch = await self._schedule.batch()
-        self._warning = self._missing.add(batch)
         metrics = self._metrics(batch)
         self._solved = self._draws.results([*batch.used, *batch.left_out])
         lacks_data = not batch.used and not any(group.rows for group in batch.left_out)
@@ -207,22 +203,23 @@ class EpisodeSteps(StepSource):
     def _metrics(self, batch: Batch) -> dict[str, float]:
         """The metrics of a batch before its update."""
         spec, step = self._trainer.spec, self._trainer.state.step + 1
+        self._warnings = []
         groups = [*batch.used, *batch.left_out]
         metrics = batch.metrics(tuple(spec.tasks.mix or ()))
-        reach = reach_of(spec.rewards.credit, groups, self._trainer.loaded.base)
-        metrics |= reach.metrics()
+        for observer in self._trainer.observers:
+            more, warning = observer.sampled(step, batch)
+            metrics |= more
+            self._warnings += [warning] if warning else []
         metrics |= masked_metrics(spec, (trajectory for group in groups for trajectory in group.trajectories))
         metrics |= self._draws.metrics(step, len(batch.skipped), batch.forced)
-        if unplaced := reach.unplaced():
-            log.warning("rewards reach no token", step=step, rewards=unplaced)
         return metrics
 
     async def trained(self, version: int) -> None:
         """Let the schedule go on with the new weights."""
-        if self._warning:
-            log.warning(self._warning, step=self._trainer.state.step)
+        for warning in self._warnings:
+            log.warning(warning, step=self._trainer.state.step)
             for observer in self._trainer.observers:
-                await observer.lacks_signal(self._trainer.state.step, self._warning)
+                await observer.lacks_signal(self._trainer.state.step, warning)
         self._draws.add(self._solved)
         await self._tell_processes(version)
         self._schedule.trained(version)

@@ -9,15 +9,17 @@ with or without tokens. If none of them changes an advantage, no reward of that 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
+import structlog
 
 from engine.rewards.credit import Member, credit, credit_tokens
 from engine.rewards.sealed import PartReward, SealedLedger, TurnPart
 from engine.runner.batch import ZERO_ADVANTAGE
+from engine.runner.observers import TrainingObserver
 from engine.runner.summary import RunSummary
 from engine.store.rows.build import member_of
 from engine.train.loss_columns import whitened_advantages
@@ -29,7 +31,9 @@ if TYPE_CHECKING:
     from engine.schemas.credit import CreditSpec
     from engine.schemas.train import TrainSpec
     from engine.schemas.trajectory import Trajectory
+    from engine.spec.load import LoadedSpec
 
+log = structlog.get_logger(__name__)
 TESTS = 3
 """Rewards of one kind that are tested before all of the kind count as unplaced."""
 SMALLEST = 1e-12
@@ -160,20 +164,35 @@ _MOST = 0.9
 """Share of the replies, or of the episodes, from which one reason explains the step."""
 
 
-class MissingSignal:
+def observe(loaded: LoadedSpec, folder: Path) -> LearningSignal:
+    """The hook `observe_training`."""
+    assert loaded.spec.train is not None
+    return LearningSignal(loaded.spec.train, loaded.spec.rewards.credit, loaded.base)
+
+
+class LearningSignal(TrainingObserver):
     """Counts the steps of this launch in which no trained token has an advantage.
 
     A critic's advantages are not known before the update. With one, a step has no signal if all
     episodes earned the same in each turn.
     """
 
-    def __init__(self, train: TrainSpec) -> None:
+    def __init__(self, train: TrainSpec, credit: CreditSpec, base: Path | None) -> None:
+        self._credit = credit
+        self._base = base
         self._critic = train.critic is not None
         self._whitened = train.advantage_norm == "batch"
         self._steps = 0
         self._missing = 0
         self._in_a_row = 0
         self._reason = ""
+
+    def sampled(self, step: int, batch: Batch) -> tuple[Mapping[str, float], str | None]:
+        """See `TrainingObserver`."""
+        reach = reach_of(self._credit, [*batch.used, *batch.left_out], self._base)
+        if unplaced := reach.unplaced():
+            log.warning("rewards reach no token", step=step, rewards=unplaced)
+        return reach.metrics(), self.add(batch)
 
     def add(self, batch: Batch) -> str | None:
         """Count a step. Returns a warning at the third one in a row without a signal, and None at all others."""
@@ -188,11 +207,10 @@ class MissingSignal:
             return None
         return f"{STEPS} steps in a row had no learning signal: {self._reason}"
 
-    @property
-    def summary(self) -> str:
-        """The steps without a signal and the reason of the last one; empty if there were fewer than `STEPS`."""
+    def close(self) -> str | None:
+        """The steps without a signal and the reason of the last one; None if there were fewer than `STEPS`."""
         if self._missing < min(STEPS, self._steps or 1):
-            return ""
+            return None
         return f"{self._missing} of {self._steps} steps had no learning signal: {self._reason}"
 
     def _has_signal(self, batch: Batch) -> bool:

@@ -50,8 +50,6 @@ class TrainResult:
     resumed: Counter[str] = field(default_factory=Counter)
     """Totals of this launch of the metrics `rollout/…`: episodes that continued, tokens sampled again, groups
     dropped."""
-    missing_signal: str = ""
-    """How many steps of this launch had no learning signal, and why; empty if few or none."""
     cost: Cost | None = None
     """What the training has cost, resumes included; None where no costs are counted."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,12 +10,12 @@ from installed_plugins import needs_plugin
 from training_rows import row_of
 
 from engine.runner.batch import Batch, Group
+from engine.schemas.credit import read_credit
 from engine.schemas.generation import FinishReason
 from engine.schemas.train import TrainSpec
 from engine.schemas.trajectory import Failure, Outcome, Trajectory, Turn
-from engine.train.learning_signal import MissingSignal
+from engine.train.learning_signal import LearningSignal
 
-CODE = Path(__file__).parent
 STOP = FinishReason(type="stop")
 
 
@@ -39,42 +38,46 @@ def train(**keys: Any) -> TrainSpec:
     return TrainSpec.model_validate({"steps": 5, **keys})
 
 
+def signal_of(spec: TrainSpec) -> LearningSignal:
+    return LearningSignal(spec, read_credit({"method": "turn_return"}), None)
+
+
 NOTHING, SOMETHING = batch([0.0, 0.0]), batch([0.0, 0.5])
 
 
 def test_the_third_step_in_a_row_warns_and_one_with_a_signal_begins_anew() -> None:
-    missing = MissingSignal(train())
+    missing = signal_of(train())
     steps = [NOTHING, NOTHING, SOMETHING, NOTHING, NOTHING, NOTHING, NOTHING]
     warned = [missing.add(each) for each in steps]
     assert [each is not None for each in warned] == [False, False, False, False, False, True, False]
     assert str(warned[5]).startswith("3 steps in a row had no learning signal: every episode has the reward 0.000, so")
-    assert missing.summary.startswith("6 of 7 steps had no learning signal: every episode has the reward 0.000, so")
+    assert str(missing.close()).startswith("6 of 7 steps had no learning signal: every episode has the reward 0.000, so")
 
 
 def test_few_steps_without_a_signal_are_not_repeated_at_the_end() -> None:
-    missing = MissingSignal(train())
+    missing = signal_of(train())
     for each in (NOTHING, NOTHING, SOMETHING, SOMETHING):
         assert missing.add(each) is None
-    assert missing.summary == ""
+    assert missing.close() is None
 
 
 def test_advantages_that_whitening_makes_equal_are_no_signal() -> None:
     equal = batch([0.5, 0.5], rewards=(0.5, 0.5))
     for norm, signal in (("none", True), ("batch", False)):
-        missing = MissingSignal(train(advantage_norm=norm))
+        missing = signal_of(train(advantage_norm=norm))
         for _ in range(3):
             missing.add(equal)
-        assert (missing.summary == "") is signal, norm
+        assert (missing.close() is None) is signal, norm
 
 
 @needs_plugin("critic")
 def test_with_a_critic_equal_rewards_of_all_turns_are_no_signal() -> None:
     critic = train(critic={"kind": "probe"})
     for rewards, signal in (((1.0, 1.0), False), ((1.0, 0.0), True)):
-        missing, step = MissingSignal(critic), batch([0.3, -0.3], rewards=rewards)
+        missing, step = signal_of(critic), batch([0.3, -0.3], rewards=rewards)
         for _ in range(3):
             missing.add(step)
-        assert (missing.summary == "") is signal
+        assert (missing.close() is None) is signal
 
 
 FAILURE = Failure(kind="user_error", blame="user", state="A", message="no desk")
@@ -91,7 +94,7 @@ FAILURE = Failure(kind="user_error", blame="user", state="A", message="no desk")
     ids=["equal", "cut", "malformed", "failed"],
 )  # fmt: skip
 def test_it_says_why(step: Batch, words: str) -> None:
-    missing = MissingSignal(train())
+    missing = signal_of(train())
     for _ in range(3):
         warning = missing.add(step)
     assert words in str(warning)

@@ -77,4 +77,4 @@ def test_a_training_without_a_signal_warns_tells_and_repeats_it_at_its_end(
     (event,) = [json.loads(line) for line in told.read_text().splitlines() if line]
     assert (event["kind"], event["step"]) == ("no_signal", 3)
     assert "had no learning signal: every episode has the reward 1.000" in event["text"]
-    assert out.splitlines()[-1].startswith("4 of 4 steps had no learning signal: every episode has the reward 1.000")
+    assert "\n4 of 4 steps had no learning signal: every episode has the reward 1.000" in out
