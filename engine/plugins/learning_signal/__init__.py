@@ -5,5 +5,5 @@ from engine.plugin import Plugin
 PLUGIN = Plugin(
     name="learning_signal",
     about="Warns of a training that has no learning signal, and of rewards that reach no token",
-    hooks={"observe_training": "engine.train.learning_signal:observe"},
+    hooks={"observe_training": "engine.plugins.learning_signal.signal:observe"},
 )

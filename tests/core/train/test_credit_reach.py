@@ -12,14 +12,14 @@ from structlog.testing import capture_logs
 from training_rows import row_of
 from trainings import begin_training, metric_lines
 
+from engine.plugins.learning_signal import signal as learning_signal
+from engine.plugins.learning_signal.signal import reach_of
 from engine.rewards.credit import Member
 from engine.rewards.ledger import Ledger
 from engine.rewards.sealed import TurnPart
 from engine.schemas.credit import read_credit
 from engine.schemas.reward import PartAddress, RewardEvent
 from engine.spec.load import load_spec
-from engine.train import learning_signal
-from engine.train.learning_signal import reach_of
 
 
 def _located(turn: int, part: PartAddress) -> TurnPart:

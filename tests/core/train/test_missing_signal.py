@@ -9,12 +9,12 @@ import pytest
 from installed_plugins import needs_plugin
 from training_rows import row_of
 
+from engine.plugins.learning_signal.signal import LearningSignal
 from engine.runner.batch import Batch, Group
 from engine.schemas.credit import read_credit
 from engine.schemas.generation import FinishReason
 from engine.schemas.train import TrainSpec
 from engine.schemas.trajectory import Failure, Outcome, Trajectory, Turn
-from engine.train.learning_signal import LearningSignal
 
 STOP = FinishReason(type="stop")
 
@@ -51,7 +51,9 @@ def test_the_third_step_in_a_row_warns_and_one_with_a_signal_begins_anew() -> No
     warned = [missing.add(each) for each in steps]
     assert [each is not None for each in warned] == [False, False, False, False, False, True, False]
     assert str(warned[5]).startswith("3 steps in a row had no learning signal: every episode has the reward 0.000, so")
-    assert str(missing.close()).startswith("6 of 7 steps had no learning signal: every episode has the reward 0.000, so")
+    assert str(missing.close()).startswith(
+        "6 of 7 steps had no learning signal: every episode has the reward 0.000, so"
+    )
 
 
 def test_few_steps_without_a_signal_are_not_repeated_at_the_end() -> None:
