@@ -75,7 +75,7 @@ FURTHER: dict[str, list[Spec]] = {
 """Plugin -> keys of further specs that name it in another way."""
 NAMED_WITH = {"launch": "sglang", "weights": "sglang"}
 """Plugin -> another one that its spec in `NAMING` names too, and that is missed first."""
-UNNAMED = {"plots"}
+UNNAMED = {"learning_signal", "plots"}
 """Plugins that only take part in what happens anyway."""
 IMPORTS = "engine.plugins.{}"
 
