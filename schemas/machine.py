@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from engine.schemas.base import Contract, Seconds
 from engine.schemas.sections import NameOf
@@ -46,6 +46,16 @@ class TransitionSpec(Contract):
     taken."""
     unless: str | list[str] | None = None
     """A CEL expression, or several of which none may hold."""
+
+    @field_validator("dest", mode="before")
+    @classmethod
+    def _no_internal(cls, dest: Any) -> Any:
+        if dest is None:
+            raise ValueError(
+                "there are no internal transitions, because events come from a state's action alone; write `dest: "
+                '"="`, which performs the action again'
+            )
+        return dest
 
     @property
     def triggers(self) -> list[str]:

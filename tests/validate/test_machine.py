@@ -9,6 +9,7 @@ from examples import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from engine.errors import SpecError
 from engine.spec.load import LoadedSpec, load_spec
 from engine.validate import check_spec
 from engine.validate.context import CheckContext
@@ -218,6 +219,12 @@ def test_each_of_several_conditions_is_marked_where_it_stands() -> None:
         "9:113: error[guard.unknown-name] `last` has no field `txt`; did you mean `text`?",
         "10:68: warning[guard.constant] `turns.user > 100` never holds here, within the spec's limits; leave `unless` out",
     ]
+
+
+def test_an_internal_transition_is_refused_with_the_fix() -> None:
+    internal = "{trigger: answered, source: GENERATING, dest: null}"
+    with pytest.raises(SpecError, match=r"6:92: error\[spec.bad-value\] .*internal transitions.*; write `dest: \"=\"`"):
+        found(f"machine: {{preset: single_turn, transitions: [{internal}]}}\n")
 
 
 TWO_FAULTS = """\
