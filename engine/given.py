@@ -55,16 +55,15 @@ def names_in(document: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[
         yield path, document.partition(":")[2]
 
 
-def gone(document: Any) -> Iterator[str]:
-    """Why each object that a spec's document names is not in this process, with what to do."""
-    return (_gone(name) for _, name in names_in(document) if name not in _objects)
+def gone(document: Any, *, stored: bool = False) -> Iterator[str]:
+    """Why each object that a spec's document names is not in this process, with what to do; of a stored run, why no
+    process can go on with it, also the one that has it."""
+    return (_gone(name) for _, name in names_in(document) if stored or name not in _objects)
 
 
 def _gone(name: str) -> str:
-    return (
-        f"the object `{name}` was given by another process, which alone has it; put it into a module beside the spec "
-        f"and write `module:{name}`"
-    )
+    whose = "belongs to this process alone" if name in _objects else "was given by another process, which alone has it"
+    return f"the object `{name}` {whose}; put it into a module beside the spec and write `module:{name}`"
 
 
 def _copying(value: Any) -> Callable[[], Any]:

@@ -191,8 +191,8 @@ class RunHeader(Contract):
                 raise StoreError(f"{self.run_id}: its spec uses the plugin `{name}`, which {state}: {fix}")
 
     def need_objects(self) -> None:
-        """Refuse a spec with objects that a program gave and this process has not. Raises: StoreError."""
-        for problem in gone(self.data):
+        """Refuse a spec with objects that a program gave, also in the process that gave them. Raises: StoreError."""
+        for problem in gone(self.data, stored=True):
             raise StoreError(f"{self.run_id} cannot go on: {problem}")
 
     def _filled(self, document: dict[str, Any], *, strict: bool) -> dict[str, Any]:

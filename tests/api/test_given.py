@@ -148,6 +148,18 @@ def test_several_drivers_are_refused_with_the_fix(plain: Path) -> None:
     ]
 
 
+def test_the_process_that_gave_the_object_cannot_resume_either(plain: Path, tmp_path: Path) -> None:
+    clerk = cell()["Clerk"]
+    name = use_of(clerk).partition(":")[2]
+    run = engine.run(engine.load(plain, machine="tools_and_user", user=clerk), out=tmp_path, progress=False)
+    with pytest.raises(engine.EngineError) as raised:
+        engine.run(resume=run.folder, progress=False)
+    assert str(raised.value) == (
+        f"{run.id} cannot go on: the object `{name}` belongs to this process alone; put it into a module beside the "
+        f"spec and write `module:{name}`"
+    )
+
+
 @pytest.mark.parametrize("command", [["run", "--resume"], pytest.param(["replay"], marks=needs_plugin("replay"))])
 def test_another_process_refuses_the_run_with_the_fix(plain: Path, tmp_path: Path, command: list[str]) -> None:
     class Porter(cell()["Clerk"]):
