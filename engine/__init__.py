@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from engine.schemas.environment import action as action
     from engine.schemas.message import Message as Message
     from engine.schemas.reward import RewardEvent as RewardEvent
+    from engine.spec.code.entry import looking as looking
     from engine.spec.load import LoadedSpec
     from engine.spec.text.diagnostic import Diagnostic as Diagnostic
 
@@ -83,6 +84,7 @@ PUBLIC = {
     "fit": "engine.api.trainings:fit",
     "fit_async": "engine.api.trainings:fit_async",
     "load": "engine.api.specs:load",
+    "looking": "engine.spec.code.entry:looking",
     "open": "engine.api.runs:open",
     "play": "engine.api.launch:play",
     "run": "engine.api.launch:run",

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from engine.errors import StoreError
 from engine.store import RunStore, find_run
 from engine.store.episode_filter import EpisodeFilter
+from engine.store.find import is_divided
 
 if TYPE_CHECKING:
     import pandas
@@ -101,6 +102,11 @@ class Run:
     def folder(self) -> Path:
         """The run's folder."""
         return self.store.folder
+
+    @property
+    def divided(self) -> bool:
+        """Whether several drivers ran it, each into a store of its own. It runs no failed episode again."""
+        return is_divided(self.folder)
 
     @property
     def status(self) -> str:

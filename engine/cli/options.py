@@ -50,7 +50,7 @@ def only_looks(command: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(command)
     def looks(*arguments: Any, **options: Any) -> None:
-        from engine.spec.code.entry import looking
+        from engine import looking
 
         with looking(options.get("imports") or []) as imported:
             command(*arguments, **options)

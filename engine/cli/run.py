@@ -13,7 +13,6 @@ from engine.terminal import echo
 
 if TYPE_CHECKING:
     from engine import ConsoleProgress, Launch, Run
-    from engine.runner.summary import RunResult
 
 
 def run(
@@ -71,12 +70,13 @@ def conclude(launch: Launch, progress: ConsoleProgress, *, keep_going: bool = Fa
 
     console, folder = progress.console, launch.store.folder
     try:
-        result = asyncio.run(stoppable(launch, progress, keep_going=keep_going)).result
+        run = asyncio.run(stoppable(launch, progress, keep_going=keep_going))
     except EngineError as error:
         echo(str(error), err=True)
         if folder.exists():
             console.print(f"Stored so far: {folder}\nTo continue: engine run --resume {folder}")
         raise typer.Exit(FAILED if error.stops_run else ERROR) from None
+    result = run.result
     assert result is not None
     print_summary(console, result.summary, seconds=result.seconds, tokens=result.tokens)
     for note in result.notes:
@@ -87,7 +87,7 @@ def conclude(launch: Launch, progress: ConsoleProgress, *, keep_going: bool = Fa
     if result.interrupted:
         console.print(f"Interrupted. To finish it: engine run --resume {folder}")
         raise typer.Exit(interrupted())
-    print_stopped(result, folder)
+    print_stopped(run)
     if result.faults:
         raise typer.Exit(ERROR)
     console.print(f"To show it: engine show {folder}")
@@ -104,7 +104,7 @@ async def stoppable(launch: Launch, progress: ConsoleProgress, *, keep_going: bo
         return await launch.run(progress=progress, keep_going=keep_going, stop=stop)
 
 
-def print_stopped(result: RunResult, folder: Path) -> None:
+def print_stopped(run: Run) -> None:
     """Print why a run stopped or failed as a whole, if it did.
 
     Raises:
@@ -112,26 +112,25 @@ def print_stopped(result: RunResult, folder: Path) -> None:
     """
     from engine.console import make_console
     from engine.errors import FailingError
-    from engine.runner.failure_causes import with_trace
-    from engine.store.find import is_divided
 
-    stopped, summary = result.stopped, result.summary
+    assert run.result is not None
+    stopped, summary = run.result.stopped, run.result.summary
     if stopped is None and not summary.backend_failed and not summary.all_failed:
         return
     stderr = make_console(stderr=True, soft_wrap=True)
-    resume = f"engine run --resume {folder}"
+    resume = f"engine run --resume {run.folder}"
     if stopped is not None:
         stderr.print(f"Stopped: {stopped}", style="red")
     if summary.all_failed or isinstance(stopped, FailingError):
         stderr.print(summary.causes.words(summary.episodes), style="red")
-        first = with_trace(next(iter(summary.causes.first.values())))
-        echo(stopped.cause if isinstance(stopped, FailingError) else f"The first one: {first}", err=True)
+        first = stopped.cause if isinstance(stopped, FailingError) else f"The first one: {summary.causes.example()}"
+        echo(first, err=True)
     elif summary.backend_failed:
         failed = summary.causes.blamed("backend")
         stderr.print(f"The backend failed {failed} of {summary.episodes} episodes", style="red")
     if stopped is not None and not isinstance(stopped, FailingError):
         echo(f"To continue: {resume} {stopped.resume_words}".rstrip(), err=True)
-    elif is_divided(folder):  # a run of several drivers does not run failed episodes again
+    elif run.divided:  # it does not run failed episodes again
         echo("Correct it, and run the spec again", err=True)
     else:
         keep = " (--keep-going ignores this)" if stopped is not None else ""

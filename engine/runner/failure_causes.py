@@ -94,6 +94,10 @@ class Causes:
         others = [f"{len(listed) - _CAUSES} other causes"] if len(listed) > _CAUSES else []
         return f"{self.failures} of {episodes} episodes failed: {', '.join([*listed[:_CAUSES], *others])}"
 
+    def example(self) -> str:
+        """Return the message of a failure with the first cause, with the end of its traceback."""
+        return with_trace(next(iter(self.first.values())))
+
     def most_common(self) -> list[tuple[Cause, int]]:
         """Return the causes with their counts, the largest count first."""
         return sorted(self.counts.items(), key=lambda item: -item[1])

@@ -16,8 +16,8 @@ from engine.terminal import echo, echo_json
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from engine.api.runs import Run
     from engine.plugins.evaluation.measures import Estimate, Evaluation
-    from engine.runner.summary import RunResult
 
 
 def evaluate(
@@ -67,20 +67,20 @@ def evaluate(
             frozen = frozen_role_models(spec, changes)
             changes += [f"model.path={json.dumps(_other_model(console, spec, changes, model))}", *frozen]
         silent = quiet or as_json
-        folder, found, result = asyncio.run(
-            _evaluate(console, spec, changes, limit, out, quiet=silent, keep_going=keep_going)
-        )
+        run, found = asyncio.run(_evaluate(console, spec, changes, limit, out, quiet=silent, keep_going=keep_going))
+    result = run.result
+    assert result is not None
     if as_json:
         sources = {name: asdict(sums) for name, sums in result.summary.sources.items()}
-        echo_json(plain(found) | {"run": str(folder)} | ({"sources": sources} if sources else {}))
+        echo_json(plain(found) | {"run": str(run.folder)} | ({"sources": sources} if sources else {}))
     else:
         print_evaluation(console, found)
         if result.summary.mix:
             console.print(sources_table(result.summary))
-        console.print(f"Run: {folder}")
+        console.print(f"Run: {run.folder}")
     for fault in result.faults:
         console.print(f"could not be finished: {fault}", style="red")
-    print_stopped(result, folder)
+    print_stopped(run)
     if result.faults:
         raise typer.Exit(ERROR)
 
@@ -148,7 +148,7 @@ async def _evaluate(
     *,
     quiet: bool,
     keep_going: bool,
-) -> tuple[Path, Evaluation, RunResult]:
+) -> tuple[Run, Evaluation]:
     from engine.api.launch import Launch
     from engine.api.progress import ConsoleProgress
     from engine.cli.exits import interrupted
@@ -163,11 +163,11 @@ async def _evaluate(
     for note in result.notes:
         console.print(note)
     if result.stopped is not None:
-        print_stopped(result, run.folder)
+        print_stopped(run)
     if result.interrupted:
         console.print(f"Interrupted. To finish it: engine run --resume {run.folder}")
         raise typer.Exit(interrupted())
-    return run.folder, measure(run.trajectories()), result
+    return run, measure(run.trajectories())
 
 
 def plain(found: Evaluation) -> dict[str, Any]:

@@ -83,9 +83,11 @@ def load_entry(use: str, base: Path | None) -> Any:
 
 
 @contextmanager
-def looking(named: Sequence[str] | None) -> Iterator[dict[str, bool]]:
-    """Import nothing that a run names, but what the user names (None: all, again), and nothing from the current folder.
-    Yields these, and whether each was imported.
+def looking(named: Sequence[str] | None = ()) -> Iterator[dict[str, bool]]:
+    """Inside the block, import no code that a run names, and nothing from the current folder.
+
+    Args:
+        named: Entry points that may be imported; None: all again. The block gets them, and whether each was imported.
     """
     global _named
     before, path, here = _named, [*sys.path], str(Path.cwd())
