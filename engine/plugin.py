@@ -131,7 +131,7 @@ class Plugin:
     options: Entries = field(default_factory=dict)
     """`COMMAND --OPTION` -> its annotation for typer, `Annotated[…, typer.Option(…)]`; None where it is not given."""
     export_formats: Entries = field(default_factory=dict)
-    """Value of `engine export --format` -> `engine.cli.export:ExportFormat`."""
+    """Value of `engine export --format` -> `engine.api.exports:ExportFormat`."""
     adapters: Entries = field(default_factory=dict)
     """`environment.adapter` -> its `engine.schemas.entry.AdapterFacts`."""
     tool_adapters: Entries = field(default_factory=dict)

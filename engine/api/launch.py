@@ -447,7 +447,8 @@ async def play(
         progress: See `Progress`.
 
     Raises:
-        EngineError: the spec has errors, it has no such task, or the episode cannot be run to its end.
+        StoreError: the spec has no such task.
+        EngineError: the spec has errors, or the episode cannot be run to its end.
     """
     with ExitStack() as stack:
         folder = out or stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))

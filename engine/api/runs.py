@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any
 from engine.errors import StoreError
 from engine.store import RunStore, find_run
 from engine.store.episode_filter import EpisodeFilter
-from engine.store.find import is_divided
 
 if TYPE_CHECKING:
     import pandas
     import pyarrow as pa
 
+    from engine.api.exports import Exported
     from engine.runner.summary import RunResult, RunSummary
     from engine.schemas.environment import Task
     from engine.schemas.message import Message
@@ -104,11 +104,6 @@ class Run:
         return self.store.folder
 
     @property
-    def divided(self) -> bool:
-        """Whether several drivers ran it, each into a store of its own. It runs no failed episode again."""
-        return is_divided(self.folder)
-
-    @property
     def status(self) -> str:
         """`running`, `interrupted` or `done`."""
         return self.store.status
@@ -142,16 +137,16 @@ class Run:
         Raises:
             StoreError: the expression is not valid.
         """
-        EpisodeFilter(self.store, expression, "filter")
+        EpisodeFilter(self.store, expression)
         return Run(self.store, self.result, expressions=(*self._expressions, expression))
 
     def trajectories(self) -> Iterator[Trajectory]:
         """Every finished episode with all that is stored of it, a few in memory at a time."""
-        return filter(self._keeps(), self.store.trajectories())
+        return filter(self.keeps(), self.store.trajectories())
 
-    def _keeps(self) -> Callable[[Trajectory], bool]:
+    def keeps(self) -> Callable[[Trajectory], bool]:
         """Whether a finished episode is in this part of the run."""
-        filters = [EpisodeFilter(self.store, expression, "filter") for expression in self._expressions]
+        filters = [EpisodeFilter(self.store, expression) for expression in self._expressions]
         return lambda trajectory: all(holds(trajectory) for holds in filters)
 
     @property
@@ -168,21 +163,61 @@ class Run:
         """The training rows, one per branch, with the columns of docs/rows.md.
 
         Args:
-            credit: Another credit method than the spec's: `{"method": "turn_return", "gamma": 0.9}`.
+            credit: Changes of the spec's credit method: `{"method": "turn_return", "gamma": 0.9}`.
             trainable_only: Leave out rows that are not trainable.
         """
         import pyarrow as pa
 
-        from engine.schemas.credit import read_credit
+        from engine.api.exports import changed_credit
         from engine.store.rows.export import arrow_schema, export_rows, record_batch
 
         rows = export_rows(
             self.store,
-            credit=None if credit is None else read_credit(dict(credit)),
+            credit=None if credit is None else changed_credit(self.store, credit),
             trainable_only=trainable_only,
-            keep=self._keeps(),
+            keep=self.keeps(),
         )
         return pa.Table.from_batches([record_batch([row]) for row in rows], arrow_schema())
+
+    def export(
+        self,
+        path: str | Path | None = None,
+        *,
+        format: str | None = None,
+        trainable_only: bool = False,
+        credit: Mapping[str, Any] | Sequence[str] = (),
+        score: str | None = None,
+        values: str | Path | None = None,
+        episode: str | None = None,
+        **added: Any,
+    ) -> Exported:
+        """Write a file, as `engine export` does.
+
+        Args:
+            path: The file; by default one in the run's folder.
+            format: `jsonl`, `parquet` or `scenario`, or a plugin's; by default as the file's suffix says, else `jsonl`.
+            trainable_only: Leave out rows that are not trainable.
+            credit: Changes of the spec's credit method: `{"method": "turn_return"}`, or `["method=turn_return"]`.
+            score: Use the rewards of this score of `engine rescore`.
+            values: A file with a critic's values, for methods that need them.
+            episode: With `scenario`: the episode. Its code runs.
+            added: Options of plugins: `content="prompts"` is `--content prompts`.
+
+        Raises:
+            StoreError: there is no such format, an option has no effect with it, or the file cannot be written.
+        """
+        from engine.api.exports import export
+
+        options = {
+            "--filter": self._expressions,
+            "--trainable-only": trainable_only,
+            "--credit": credit,
+            "--score": score,
+            "--values": values,
+            "--episode": episode,
+        }
+        of_plugins = {f"--{name.replace('_', '-')}": value for name, value in added.items()}
+        return export(self, None if path is None else Path(path), format, options | of_plugins)
 
     def to_pandas(self) -> pandas.DataFrame:
         """A table of the episodes, one row each. Needs the package pandas.

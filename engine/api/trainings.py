@@ -129,7 +129,8 @@ class TrainingLaunch:
         first one until it ends, and exits.
 
         Raises:
-            EngineError: the spec has errors, or the training cannot begin or go on.
+            TrainError: the training cannot begin or go on.
+            EngineError: the spec has errors.
             ValueError: neither a spec nor a training is given, or both are.
         """
         if name is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
@@ -130,7 +129,7 @@ def print_stopped(run: Run) -> None:
         stderr.print(f"The backend failed {failed} of {summary.episodes} episodes", style="red")
     if stopped is not None and not isinstance(stopped, FailingError):
         echo(f"To continue: {resume} {stopped.resume_words}".rstrip(), err=True)
-    elif run.divided:  # it does not run failed episodes again
+    elif run.store.divided:  # a run of several drivers does not run failed episodes again
         echo("Correct it, and run the spec again", err=True)
     else:
         keep = " (--keep-going ignores this)" if stopped is not None else ""

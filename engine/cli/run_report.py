@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from engine.runner.summary import RunSummary
-    from engine.store.reader import RunReader
 
 _MESSAGE = 300
 """Number of characters of a failure's message that the summary shows."""
@@ -20,20 +19,6 @@ _MESSAGE = 300
 def share(part: float, whole: float) -> str:
     """Return `part` of `whole` in per cent."""
     return f"{100 * part / whole:.0f}%" if whole else "–"
-
-
-def unchecked_warning(count: int) -> str:
-    """What is not known about prompts that a server did not report."""
-    return (
-        f"prompts unchecked: {count:,}. The server did not report them, so nothing shows that it computed on the ids "
-        "of the rows"
-    )
-
-
-def dropped_words(store: RunReader) -> str:
-    """How many episodes have no content left; empty if none was dropped."""
-    dropped = store.dropped()
-    return dropped.words(len(store.statuses())) if dropped.episodes else ""
 
 
 def reasons_in_words(reasons: Mapping[str, int]) -> str:
@@ -114,8 +99,8 @@ def print_summary(
     )
     if lost := counts["unreceived_replies"]:
         console.print(f"{lost} replies that no agent program received; they are not trained", style="yellow")
-    if summary.unchecked_prompts:
-        console.print(unchecked_warning(summary.unchecked_prompts), style="yellow")
+    if unchecked := summary.unchecked_words:
+        console.print(unchecked, style="yellow")
     if summary.reply_tokens:
         cost = f", cost {summary.cost:.6g}" if summary.cost else ""
         console.print(f"{summary.reply_tokens} tokens replied as text{cost}")

@@ -102,6 +102,16 @@ class RunSummary:
     def __post_init__(self) -> None:
         self.sources |= {name: SourceSums() for name in self.mix}
 
+    @property
+    def unchecked_words(self) -> str:
+        """What is not known about prompts that a server did not report; empty if there are none."""
+        return (
+            f"prompts unchecked: {self.unchecked_prompts:,}. The server did not report them, so nothing shows that it "
+            "computed on the ids of the rows"
+            if self.unchecked_prompts
+            else ""
+        )
+
     def add(self, trajectory: Trajectory) -> Cause | None:
         """Count one finished episode, and return the cause if it failed."""
         outcome = trajectory.outcome

@@ -13,10 +13,14 @@ import re
 import sqlite3
 import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from engine.errors import DroppedError
 from engine.schemas.base import Struct
 from engine.store import database
+
+if TYPE_CHECKING:
+    from engine.store.reader import RunReader
 
 _TABLE = (
     "CREATE TABLE IF NOT EXISTS dropped ("
@@ -54,6 +58,12 @@ class Dropped(Struct, frozen=True, kw_only=True):
             f"{self.episodes} of {total} episodes were dropped to save space (`rollout.keep`, `engine compact`): "
             "only their summaries are left, and what is shown here is of the others"
         )
+
+
+def dropped_words(store: RunReader) -> str:
+    """How many episodes of a run have no content left; empty if none was dropped."""
+    dropped = store.dropped()
+    return dropped.words(len(store.statuses())) if dropped.episodes else ""
 
 
 class Space(Struct, frozen=True, kw_only=True):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 
 import engine
@@ -43,6 +45,25 @@ def test_an_episode_has_what_it_did(run: engine.Run) -> None:
     assert run.episode("b/0").trajectory.path == second.trajectory.path
     with pytest.raises(engine.EngineError, match="no episode `d/0`"):
         run.episode("d/0")
+
+
+def test_a_part_of_a_run_is_written_to_a_file(run: engine.Run, tmp_path: Path) -> None:
+    exported = run.filter("outcome.solved").export(tmp_path / "rows.parquet", credit={"gamma": 0.5})
+    assert (exported.words, exported.warnings, exported.notes) == ("2 rows", [], [])
+    table = pq.read_table(exported.path)
+    assert table.column("episode_id").to_pylist() == ["a/0", "b/0"]
+    assert json.loads(table.schema.metadata[b"episode_engine.credit"])["gamma"] == 0.5
+    assert run.rows(credit={"gamma": 0.5}).filter([True, True, False]).equals(table)
+    assert run.export().path == run.folder / "rows.jsonl"
+    for options, message in (
+        ({"format": "jsn"}, "there is no format `jsn`; did you mean `jsonl`?"),
+        ({"format": "scenario", "score": "x"}, "--score has no effect with --format scenario; leave it out, or use"),
+        ({"format": "scenario"}, "--format scenario needs --episode ID"),
+        ({"credit": {"gama": 0.5}}, "--credit gama: Extra inputs are not permitted (keys: method, "),
+    ):
+        with pytest.raises(engine.EngineError) as raised:
+            run.export(**options)
+        assert str(raised.value).startswith(message)
 
 
 def test_a_part_of_a_run_has_its_episodes_rows_and_sums(run: engine.Run) -> None:

@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from engine.cli.exits import USAGE, errors_exit
-from engine.cli.export import ExportFormat
-from engine.terminal import echo
+from engine.api.exports import Exported, ExportFormat
+from engine.errors import StoreError
 
 if TYPE_CHECKING:
+    from engine.api.runs import Run
     from engine.plugins.datasets.sft_rows import ExportedTurns
-    from engine.store.reader import RunReader
 
 
 CONTENT = Annotated[
@@ -82,91 +81,74 @@ def _problem(form: str, contents: list[str], options: Mapping[str, Any]) -> str 
     return next((message for holds, message in rows if holds), None)
 
 
-def _selection(store: RunReader, options: Mapping[str, Any]) -> ExportedTurns:
+def _selection(run: Run, options: Mapping[str, Any]) -> ExportedTurns:
     """What `--filter` and `--turns` choose."""
     from engine.plugins.datasets.sft_rows import ExportedTurns
     from engine.store.episode_filter import TURN_VARIABLES, EpisodeFilter
 
-    selection = ExportedTurns()
-    if options["--filter"] is not None:
-        selection.episode = EpisodeFilter(store, options["--filter"])
+    selection = ExportedTurns(episode=run.keeps())
     if options.get("--turns") is not None:
-        selection.turn = EpisodeFilter(store, options["--turns"], "--turns", TURN_VARIABLES)
+        selection.turn = EpisodeFilter(run.store, options["--turns"], "--turns", TURN_VARIABLES)
     return selection
 
 
-def export_dataset(form: str, run: str, runs: Path, out: Path | None, options: Mapping[str, Any]) -> None:
-    """Write the data set, print what it does not carry, and push it.
+def export_dataset(form: str, run: Run, out: Path | None, options: Mapping[str, Any]) -> Exported:
+    """Write the data set, and push it.
 
     Args:
         form: `trl` or `verl`.
-        run: A run's folder, id, or `latest`.
-        runs: The folder of runs.
+        run: The run, or a part of it.
         out: The file; by default in the run's folder.
         options: The options of the command: `--content` -> its value.
+
+    Raises:
+        StoreError: the options do not go together, or the hub refuses the push.
     """
-    from engine.cli.run_report import dropped_words
-    from engine.console import make_console
     from engine.plugins.datasets.contents import TABLES, ExportedRun
     from engine.plugins.datasets.tables import image_bytes, image_paths, write_table
-    from engine.store.find import find_run
-    from engine.store.store import RunStore
+    from engine.store.dropped import dropped_words
     from engine.tokens.loading import load_format
 
     tables = TABLES[form]
     if problem := _problem(form, list(tables), options):
-        echo(f"error: {problem}", err=True)
-        raise typer.Exit(2)
-    content, push = options["--content"] or next(iter(tables)), options["--push"]
-    console = make_console(soft_wrap=True)
-    with errors_exit(USAGE), RunStore.open(find_run(run, runs), readonly=True) as store:
-        if push is not None:
-            from engine.plugins.datasets.hub import check_push
+        raise StoreError(problem)
+    content, push, store = options["--content"] or next(iter(tables)), options["--push"], run.store
+    if push is not None:
+        from engine.plugins.datasets.hub import check_push
 
-            check_push(push)
-        template = load_format(store.header.model, store.header.base)
-        source = ExportedRun(store, template, _selection(store, options), options["--score"], options["--ground-truth"])
-        path = out or store.default_file(f"{form}_{content}.parquet")
-        folder = path.with_name(f"{path.stem}_images")
-        image = image_paths(store, folder) if options["--images"] == "paths" else image_bytes(store)
-        metadata = {"episode_engine.run_id": store.run_id, "episode_engine.version": store.header.engine_version}
-        count = write_table(tables[content](source), path, metadata, image=image)
-        console.print(f"{count} rows: {path}")
-        for line in source.summary():
-            console.print(line)
-        if dropped := dropped_words(store):
-            console.print(dropped, style="yellow")
-        if push is not None:
-            from engine.plugins.datasets.hub import push_file
+        check_push(push)
+    template = load_format(store.header.model, store.header.base)
+    source = ExportedRun(store, template, _selection(run, options), options["--score"], options["--ground-truth"])
+    path = out or store.default_file(f"{form}_{content}.parquet")
+    folder = path.with_name(f"{path.stem}_images")
+    image = image_paths(store, folder) if options["--images"] == "paths" else image_bytes(store)
+    metadata = {"episode_engine.run_id": store.run_id, "episode_engine.version": store.header.engine_version}
+    count = write_table(tables[content](source), path, metadata, image=image)
+    notes = list(source.summary())
+    if push is not None:
+        from engine.plugins.datasets.hub import push_file
 
-            public = bool(options["--public"])
-            url = push_file(path, push, rows=count, public=public, run_id=store.run_id, content=content)
-            console.print(f"pushed: {url}")
+        public = bool(options["--public"])
+        url = push_file(path, push, rows=count, public=public, run_id=store.run_id, content=content)
+        notes.append(f"pushed: {url}")
+    return Exported(path=path, words=f"{count} rows", warnings=[*filter(None, [dropped_words(store)])], notes=notes)
 
 
-def export_sft(run: str, runs: Path, out: Path | None, options: Mapping[str, Any]) -> None:
+def export_sft(run: Run, out: Path | None, options: Mapping[str, Any]) -> Exported:
     """Write rows for supervised fine-tuning: one per branch, with ids, masks by turn and the messages that the model
     was shown."""
-    from engine.cli.run_report import dropped_words
-    from engine.console import make_console
     from engine.plugins.datasets.sft_rows import sft_rows
-    from engine.store.find import find_run
+    from engine.store.dropped import dropped_words
     from engine.store.loader import vision_of, with_image_files
     from engine.store.rows.export import write_jsonl
-    from engine.store.store import RunStore
 
-    with errors_exit(USAGE), RunStore.open(find_run(run, runs), readonly=True) as store:
-        path = out or store.default_file("sft.jsonl")
-        selection = _selection(store, options)
-        columns = (row.columns() for row in sft_rows(store, selection, score=options["--score"]))
-        count = write_jsonl(with_image_files(columns, path, partial(vision_of, store)), path)
-        dropped = dropped_words(store)
-    console = make_console(soft_wrap=True)
-    console.print(f"{count} rows of {selection.episodes} episodes: {path}")
-    for line in selection.summary():
-        console.print(line)
-    if dropped:
-        console.print(dropped, style="yellow")
+    path = out or run.store.default_file("sft.jsonl")
+    selection = _selection(run, options)
+    columns = (row.columns() for row in sft_rows(run.store, selection, score=options["--score"]))
+    count = write_jsonl(with_image_files(columns, path, partial(vision_of, run.store)), path)
+    words = f"{count} rows of {selection.episodes} episodes"
+    warnings = [*filter(None, [dropped_words(run.store)])]
+    return Exported(path=path, words=words, warnings=warnings, notes=selection.summary())
 
 
 _TAKEN = frozenset({"--filter", "--score", "--content", "--images", "--ground-truth", "--push", "--public"})

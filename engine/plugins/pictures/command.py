@@ -70,8 +70,8 @@ def _format_of(out: Path) -> str:
 def _counts(run: str, out: Path) -> Counter[tuple[str, str, str]]:
     from collections import Counter
 
-    from engine.cli.run_report import dropped_words
     from engine.store import RunStore, find_run
+    from engine.store.dropped import dropped_words
 
     with RunStore.open(find_run(run, out=out), readonly=True) as store:
         if dropped := dropped_words(store):

@@ -68,9 +68,9 @@ def replay(
 
 
 async def _replay(run: str, episode: str | None, out: Path) -> tuple[list[Replayed], str]:
-    from engine.cli.run_report import dropped_words
     from engine.runner.replay import Replayer
     from engine.store import RunStore, find_run
+    from engine.store.dropped import dropped_words
     from engine.tokens.loading import load_format
 
     store = RunStore.open(find_run(run, out=out), readonly=True)
@@ -131,11 +131,11 @@ def rescore(
 async def _rescore(
     run: str, path: Path, overrides: list[str], label: str, out: Path, replace: bool
 ) -> tuple[Rescored, Path, str]:
-    from engine.cli.run_report import dropped_words
     from engine.errors import StoreError
     from engine.plugins.replay.rescore import rescore as score
     from engine.spec.load import load_spec
     from engine.store import RunStore, find_run
+    from engine.store.dropped import dropped_words
     from engine.store.find import is_divided
     from engine.tokens.loading import load_format
     from engine.validate import refuse_errors

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from engine.cli.export import RecordedScenario
+from engine.api.exports import RecordedScenario
 from engine.errors import SpecError, StoreError
 from engine.plugins.scenarios.from_journal import ScriptWriter, expected_of, task_of_scenario
 from engine.plugins.scenarios.load import ENDINGS, SUFFIX, load_scenarios, spec_of

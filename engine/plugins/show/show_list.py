@@ -12,12 +12,12 @@ from rich.table import Table
 from rich.text import Text
 
 from engine.cli.exits import wrong_usage
-from engine.cli.run_report import dropped_words
 from engine.console import make_console
 from engine.plugins.show.listing.listing import Listing
 from engine.plugins.show.listing.rows import Totals, outcome_word, status_word
 from engine.plugins.show.listing.sources import is_training
 from engine.plugins.show.listing.training import Training
+from engine.store.dropped import dropped_words
 from engine.terminal import echo_json
 
 if TYPE_CHECKING:

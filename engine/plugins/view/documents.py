@@ -236,7 +236,7 @@ class Documents:
     def scenario(self, run: str, id: str) -> Document:
         """Return a scenario of a finished episode, which was played and passes. Imports the code that the run names,
         unlike all other documents."""
-        from engine.cli.export import recorded_scenario
+        from engine.api.exports import recorded_scenario
         from engine.spec.code.entry import looking
 
         store = self.listing.store(run)

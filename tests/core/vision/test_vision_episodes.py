@@ -17,7 +17,7 @@ from recompute import apart
 from slow_cases import slow_but, slow_but_each
 from vision_code import FIRST, MACHINE, SECOND, THIRD
 
-from engine.cli.export import export
+from engine.api.runs import Run
 from engine.runner.replay import Replayer
 from engine.schemas.message import ImagePart
 from engine.spec.tasks import load_tasks
@@ -209,7 +209,7 @@ async def test_a_file_of_rows_has_each_image_once_beside_it(
 
     ran = await run_spec(make_spec("qwen2_5_vl", **GALLERY))
     path = tmp_path / f"out.{format}"
-    export(str(ran.store.folder), format=format, out=path)
+    Run(ran.store).export(path, format=format)
     names = sorted(file.name for file in images_folder(path).iterdir())
     assert names == sorted(f"{digest.removeprefix('sha256:')}.safetensors" for digest in set(ALL))
     fresh = load_format(ran.loaded.spec.model, ran.loaded.base).vision  # without the run

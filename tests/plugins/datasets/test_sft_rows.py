@@ -12,9 +12,8 @@ import pytest
 from book_kit import call
 from sft_columns import sft_columns
 from slow_cases import slow_but_each
-from typer.testing import CliRunner
 
-from engine.cli.main import app
+from engine.api.runs import Run
 from engine.errors import StoreError
 from engine.plugins.datasets.sft_rows import ExportedTurns
 from engine.schemas.message import Message
@@ -138,17 +137,16 @@ async def test_a_backend_without_ids_gives_messages(play: Any, monkeypatch: pyte
     assert row["message_turns"] == [-1, -1, -1, -1, -1, 1]
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--turns", "true"], "--turns has no effect with --format jsonl; leave it out, or use --format sft"),
-        (["--format", "sft", "--credit", "gamma=1"], "--credit has no effect with --format sft"),
-        (["--format", "sft", "--values", "v.jsonl"], "--values has no effect with --format sft"),
-        (["--format", "sft", "--trainable-only"], "--trainable-only has no effect with --format sft"),
-        (["--format", "sft", "--out", "a.parquet"], "--format sft writes JSON lines"),
-    ],
-)
-def test_options_without_effect_are_said(words: list[str], message: str) -> None:
-    result = CliRunner().invoke(app, ["export", "latest", *words])
-    assert result.exit_code == 2
-    assert f"error: {message}" in result.output
+async def test_options_without_effect_are_said(play: Any) -> None:
+    run = Run((await play([call(1), "done"])).store)
+    for options, message in (
+        ({"turns": "true"}, "--turns has no effect with --format jsonl; leave it out, or use --format sft"),
+        ({"format": "sft", "credit": ["gamma=1"]}, "--credit has no effect with --format sft"),
+        ({"format": "sft", "values": "v.jsonl"}, "--values has no effect with --format sft"),
+        ({"format": "sft", "trainable_only": True}, "--trainable-only has no effect with --format sft"),
+        ({"format": "sft", "path": "a.parquet"}, "--format sft writes JSON lines"),
+        ({"format": "sft", "tunrs": "true"}, "--tunrs has no effect with --format sft; leave it out"),
+    ):
+        with pytest.raises(StoreError) as raised:
+            run.export(**options)
+        assert str(raised.value).startswith(message)
