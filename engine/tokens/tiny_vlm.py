@@ -12,8 +12,18 @@ import json
 from pathlib import Path
 from typing import Any
 
+from engine.tokens.catalogue import MadeEntry
 from engine.tokens.tiny_lm import save_model, save_tokenizer
 
+ENTRY = MadeEntry(
+    name="tiny-qwen2_5-vl",
+    recipe="engine.tokens.tiny_vlm:build",
+    teach="python scripts/make_tiny_vlm.py models/tiny-vlm --teach 150 --right 0.4",
+    taught="models/tiny-vlm",
+    parameters="0.35M, random",
+    disk_mb=2,
+)
+"""Its name in the catalogue."""
 VOCABULARY = 1024
 """Largest number of tokens of the tokenizer, special ones included; its few words give fewer."""
 SPECIAL = (

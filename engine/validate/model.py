@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import EngineError, RenderError, SpecError
+from engine.plugin import missing
 from engine.processes.forked import ChildError
 from engine.schemas.backend import backend_classes
 from engine.schemas.limits import UNBOUNDED
@@ -45,13 +46,13 @@ def unknown(ctx: CheckContext) -> Iterator[Finding]:
     name = ctx.spec.model.path
     if ctx.spec.backend.takes_messages or may_exist(ctx.loaded):
         return
-    from engine.tokens.catalogue import CATALOGUE
+    from engine.tokens.catalogue import named_models
 
-    near = nearest_name(name.rpartition("/")[2], list(CATALOGUE))
+    near = nearest_name(name.rpartition("/")[2], list(named_models()))
     listed = f"did you mean `{near}`?" if near else "name a folder, a hub id `owner/name`, or one of the catalogue: "
-    listed += "" if near else ", ".join(CATALOGUE)
+    listed += "" if near else ", ".join(named_models())
     message = f"there is no model `{name}`: no folder of this name, and none in the catalogue"
-    yield Finding(message, ("model", "path"), listed)
+    yield Finding(message, ("model", "path"), missing("models", name) or listed)
 
 
 @rule("model.not-at-hand", "info", "the model's files are not on this computer, so some checks are skipped")

@@ -142,10 +142,10 @@ def _at_hand(loaded: LoadedSpec, name: str, path: tuple[str, str], revision: str
 def may_exist(loaded: LoadedSpec) -> bool:
     """Whether a spec's model is on this computer, in the catalogue, or may be on the hub; True where that may not be
     looked up."""
-    from engine.tokens.catalogue import CATALOGUE
+    from engine.tokens.catalogue import named_models
 
     name = loaded.spec.model.path
-    if name in CATALOGUE or _HUB_ID.fullmatch(name):
+    if name in named_models() or _HUB_ID.fullmatch(name):
         return True
     try:
         return loaded.resolve(name, ("model", "path")).exists() or _in_catalogue(name) is not None

@@ -16,7 +16,7 @@ from engine.schemas.train import OverlongPenalty, TrainSpec
 from engine.spec.added import missing_sync, spec_facts, trains_backend
 from engine.spec.resolve import published_file, published_names
 from engine.spec.text.diagnostic import DataPath
-from engine.tokens.catalogue import CATALOGUE, MadeEntry
+from engine.tokens.catalogue import MadeEntry, named_models
 from engine.validate.context import CheckContext, Option, without_effect
 from engine.validate.registry import Finding, rule
 
@@ -136,7 +136,7 @@ def nothing_to_learn(ctx: CheckContext) -> Iterator[Finding]:
 def random_weights(ctx: CheckContext) -> Iterator[Finding]:
     """A name of the catalogue whose model is made locally, with random weights."""
     for _ in _sampling(ctx):
-        entry = CATALOGUE.get(ctx.spec.model.path)
+        entry = named_models().get(ctx.spec.model.path)
         if isinstance(entry, MadeEntry):
             message = f"`{entry.name}` has random weights: its replies are noise, and seldom earn rewards that differ"
             fix = f"teach it the format first: `{entry.teach}`, then add `--set model.path={entry.taught}`"

@@ -65,9 +65,9 @@ def models(
     from rich.table import Table
 
     from engine.console import make_console
-    from engine.tokens.catalogue import CATALOGUE, cache_root, cached
+    from engine.tokens.catalogue import cache_root, cached, named_models
 
-    rows = [(entry, cached(entry.name)) for entry in CATALOGUE.values()]
+    rows = [(entry, cached(entry.name)) for entry in named_models().values()]
     if as_json:
         for entry, folder in rows:
             row = {

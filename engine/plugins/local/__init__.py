@@ -9,6 +9,8 @@ sampler.py   logits to tokens, as the sampling parameters say
 load.py      the model
 vision.py    models with images
 sync.py      new weights of a training
+tiny_lm.py   tiny models with random weights, made here: a language model
+tiny_vlm.py  a model with images
 """
 
 from engine.plugin import Plugin
@@ -17,5 +19,6 @@ PLUGIN = Plugin(
     name="local",
     about="Models of transformers in this process as the backend of a policy",
     backends={"local": "engine.plugins.local.spec:LocalBackendSpec"},
+    models={"tiny-qwen2_5-vl": "engine.tokens.tiny_vlm:ENTRY", "tiny-qwen2": "engine.tokens.tiny_lm:ENTRY"},
     weight_syncs={"local": "engine.plugins.local.sync:LocalSync"},
 )

