@@ -166,9 +166,9 @@ def main() -> None:
     if options.against is not None:
         compare_times(options.against, options.pairs)
         return
+    from engine.plugins.local.tiny_lm import build
     from engine.plugins.plan.plan import plan_memory
     from engine.spec.load import load_spec
-    from engine.tokens.tiny_lm import build
 
     with tempfile.TemporaryDirectory() as folder:
         shape = {"hidden_size": 768, "intermediate_size": 2304, "num_hidden_layers": 7, "num_attention_heads": 12}

@@ -249,9 +249,9 @@ def planned(folder: Path, train: dict[str, Any], tokens: int, **shape: Any) -> A
     import yaml
     from transformers import AutoConfig
 
+    from engine.plugins.local.tiny_lm import build
     from engine.plugins.plan.plan import plan_memory
     from engine.spec.load import load_spec
-    from engine.tokens.tiny_lm import build
 
     build(folder / "model")
     for weights in (folder / "model").glob("*.safetensors"):

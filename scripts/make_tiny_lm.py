@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.environments.parcels import GATES, said
-from engine.tokens.tiny_lm import build
+from engine.plugins.local.tiny_lm import build
 
 LETTERS = sorted(set(GATES.values()))
 

@@ -12,8 +12,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from engine.plugins.local.tiny_lm import save_model, save_tokenizer
 from engine.tokens.catalogue import MadeEntry
-from engine.tokens.tiny_lm import save_model, save_tokenizer
 
 ENTRY = MadeEntry(
     name="tiny-qwen2_5-vl",

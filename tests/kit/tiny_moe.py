@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from engine.tokens import tiny_lm
+from engine.plugins.local import tiny_lm
+from engine.plugins.local.tiny_lm import save_model, save_tokenizer
 from engine.tokens.catalogue import no_bars
-from engine.tokens.tiny_lm import save_model, save_tokenizer
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "Qwen3Moe": {"num_experts": 8, "moe_intermediate_size": 32, "norm_topk_prob": True, "head_dim": 16},

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.tokens.tiny_lm import SPECIAL, build
+from engine.plugins.local.tiny_lm import SPECIAL, build
 
 SCRIPT = Path(__file__).parents[3] / "scripts" / "make_tiny_lm.py"
 

@@ -26,7 +26,7 @@ SUMS = f"tasks={{source: jsonl, path: {SHIPPED.parents[1] / 'gsm8k/train_sample.
 
 def tiny_qwen2(folder: Path) -> Path:
     """Qwen2, the class of Qwen2.5-3B-Instruct, with random weights."""
-    from engine.tokens.tiny_lm import build
+    from engine.plugins.local.tiny_lm import build
 
     return build(folder)
 

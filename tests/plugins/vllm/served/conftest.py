@@ -54,7 +54,7 @@ def served(model: Path, state: Path, *flags: str) -> Iterator[str]:
 @pytest.fixture(scope="session")
 def served_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model with heads of 32 numbers: vLLM's attention for the CPU has no smaller ones."""
-    from engine.tokens.tiny_lm import build
+    from engine.plugins.local.tiny_lm import build
 
     return build(tmp_path_factory.mktemp("model") / "lm", hidden_size=128)
 

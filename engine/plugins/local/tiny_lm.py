@@ -19,7 +19,7 @@ from engine.tokens.plain_tokenizer import QWEN_SPLIT
 
 ENTRY = MadeEntry(
     name="tiny-qwen2",
-    recipe="engine.tokens.tiny_lm:build",
+    recipe="engine.plugins.local.tiny_lm:build",
     teach="python scripts/make_tiny_lm.py models/tiny-lm --teach 200",
     taught="models/tiny-lm",
     parameters="0.1M, random",
