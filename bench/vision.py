@@ -203,7 +203,7 @@ def main() -> None:
     if options.way:
         child(options.way, options.folder, options)
         return
-    from engine.tokens.tiny_vlm import build
+    from engine.plugins.local.tiny_vlm import build
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.environments.color_square import COLORS, picture, square
-from engine.tokens.tiny_vlm import build
+from engine.plugins.local.tiny_vlm import build
 
 QUESTIONS = (
     "What colour is the square? Answer in one word: red, green, blue, yellow, purple or orange.",

@@ -19,6 +19,9 @@ PLUGIN = Plugin(
     name="local",
     about="Models of transformers in this process as the backend of a policy",
     backends={"local": "engine.plugins.local.spec:LocalBackendSpec"},
-    models={"tiny-qwen2_5-vl": "engine.tokens.tiny_vlm:ENTRY", "tiny-qwen2": "engine.plugins.local.tiny_lm:ENTRY"},
+    models={
+        "tiny-qwen2_5-vl": "engine.plugins.local.tiny_vlm:ENTRY",
+        "tiny-qwen2": "engine.plugins.local.tiny_lm:ENTRY",
+    },
     weight_syncs={"local": "engine.plugins.local.sync:LocalSync"},
 )

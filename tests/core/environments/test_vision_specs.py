@@ -14,6 +14,7 @@ from installed_plugins import needs_plugin
 
 from engine.environments.color_square import COLORS, square
 from engine.environments.geo3k import SHIPPED
+from engine.plugins.local.tiny_vlm import build
 from engine.rewards.credit import credit
 from engine.rewards.ledger import Ledger
 from engine.schemas.message import ImagePart, Message, TextPart
@@ -21,7 +22,6 @@ from engine.schemas.reward import RewardEvent
 from engine.schemas.trajectory import Branch, Trajectory
 from engine.spec.load import load_spec
 from engine.store.store import RunStore
-from engine.tokens.tiny_vlm import build
 
 SPECS = Path(__file__).parents[3] / "specs"
 COLOR_SQUARE, FEEDBACK, TOOL = (SPECS / f"{name}.yaml" for name in ("color_square", "geo3k_feedback", "geo3k_tool"))

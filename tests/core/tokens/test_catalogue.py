@@ -205,7 +205,7 @@ def test_a_made_model_is_made_once_and_anew_when_its_recipe_changes(
     assert folder == cache / "models" / "tiny-qwen2_5-vl"
     config = json.loads((folder / "config.json").read_text())
     assert config["model_type"] == "qwen2_5_vl"
-    assert json.loads((folder / MANIFEST).read_text())["source"] == "made by engine.tokens.tiny_vlm:build"
+    assert json.loads((folder / MANIFEST).read_text())["source"] == "made by engine.plugins.local.tiny_vlm:build"
     (folder / "mark").touch()
     assert resolve_model("tiny-qwen2_5-vl") == folder
     assert (folder / "mark").exists()

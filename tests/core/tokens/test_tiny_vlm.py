@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.tokens.tiny_vlm import MARKUP, SPECIAL, build
+from engine.plugins.local.tiny_vlm import MARKUP, SPECIAL, build
 
 
 @pytest.fixture(scope="module")

@@ -162,7 +162,7 @@ async def test_weights_of_another_model_are_refused_and_the_old_ones_stay(
 
 
 async def test_a_model_that_sees_takes_weights_too(tmp_path: Path) -> None:
-    from engine.tokens.tiny_vlm import build
+    from engine.plugins.local.tiny_vlm import build
 
     folder = build(tmp_path / "vlm")
     chat = load_format(ModelSpec(path=str(folder)), folder)

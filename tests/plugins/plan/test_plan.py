@@ -61,7 +61,7 @@ def spec(tmp_path: Path, tiny_model_dir: Path) -> Any:
 
     @cache
     def vlm() -> Path:
-        from engine.tokens.tiny_vlm import build
+        from engine.plugins.local.tiny_vlm import build
 
         return build(tmp_path / "vlm", intermediate_size=384, num_hidden_layers=6)
 

@@ -17,7 +17,7 @@ from engine.tokens.catalogue import MadeEntry
 
 ENTRY = MadeEntry(
     name="tiny-qwen2_5-vl",
-    recipe="engine.tokens.tiny_vlm:build",
+    recipe="engine.plugins.local.tiny_vlm:build",
     teach="python scripts/make_tiny_vlm.py models/tiny-vlm --teach 150 --right 0.4",
     taught="models/tiny-vlm",
     parameters="0.35M, random",
