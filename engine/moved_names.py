@@ -70,6 +70,8 @@ MOVED: dict[str, str] = {
     "engine.train.sinks": "engine.plugins.report.trackers",
     "engine.train.tokens": "engine.train.loss_tokens",
     "engine.train.tokens:Tokens": "engine.train.loss_tokens:LossTokens",
+    "engine.tokens.tiny_lm": "engine.plugins.local.tiny_lm",
+    "engine.tokens.tiny_vlm": "engine.plugins.local.tiny_vlm",
     "engine.view": "engine.plugins.view",
     "engine.view.advantages": "engine.plugins.show.listing.tokens",
     "engine.view.compare": "engine.plugins.compare.run_comparison",
