@@ -81,7 +81,7 @@ def command(*arguments: str) -> Callable[[], object]:
 
 def hostile(folder: Path) -> dict[str, tuple[float, float, float]]:
     """The slowest of the specs that are made to be slow."""
-    from engine.cli.validate.examine import Options, examine
+    from engine.validate.examine import Options, examine
 
     sys.path.insert(0, str(ROOT / "tests" / "validate"))
     from hostile_specs import BUSY, REFUSED
@@ -112,8 +112,8 @@ def main() -> None:
             "engine validate, 100 specs": seconds(command("validate", str(folder)), min(times, 3)),
         }
         from engine.cli.validate.command import find_specs
-        from engine.cli.validate.examine import Options, examine
         from engine.validate import all_rules
+        from engine.validate.examine import Options, examine
 
         def hundred() -> None:
             with contextlib.redirect_stdout(io.StringIO()):

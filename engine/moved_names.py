@@ -20,7 +20,7 @@ MOVED: dict[str, str] = {
     "engine.cli.audit": "engine.plugins.audit.command",
     "engine.cli.console": "engine.console",
     "engine.cli.export:ExportFormat": "engine.api.exports:ExportFormat",
-    "engine.cli.validate_examine": "engine.cli.validate.examine",
+    "engine.cli.validate_examine": "engine.validate.examine",
     "engine.client": "engine.plugins.serve.client",
     "engine.doctor": "engine.plugins.doctor",
     "engine.episode:Episode": "engine.episode.episode:Episode",

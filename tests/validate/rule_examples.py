@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from engine.cli.validate.examine import FAILED, STOPPED, Options, examine
 from engine.errors import SpecError
 from engine.spec.load import read_spec
 from engine.spec.tasks import load_tasks
 from engine.spec.text.diagnostic import Diagnostic
 from engine.validate.check import BROKEN
+from engine.validate.examine import FAILED, STOPPED, Options, examine
 from engine.validate.registry import Example, Page, page_ids, page_of
 from engine.validate.worst_case import read_budget
 

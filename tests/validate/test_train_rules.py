@@ -160,7 +160,7 @@ def test_a_spec_that_trains_is_validated_without_what_trains() -> None:
         + "train: {lora: {}, report_to: [tensorboard, wandb], eval: {sampling: {temperature: 0}}}\n"
     )
     code = (
-        "import sys\nfrom pathlib import Path\nfrom engine.cli.validate.examine import Options, examine\n"
+        "import sys\nfrom pathlib import Path\nfrom engine.validate.examine import Options, examine\n"
         "rules = [d.rule for d in examine(Path('s.yaml'), Options(cost=True)).diagnostics]\n"
         "print([rule for rule in rules if not rule.endswith('.no-package')])\n"  # what is installed differs
         "heavy = {'torch', 'transformers', 'peft', 'wandb', 'tensorboard', 'accelerate'}\nprint(sorted(heavy & set(sys.modules)))\n"

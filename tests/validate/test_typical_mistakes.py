@@ -12,8 +12,8 @@ from slow_cases import slow_but_each
 from typical_mistakes import MISTAKES, Mistake, project, written
 from typical_project import PYTHON_ROWS
 
-from engine.cli.validate.examine import Options, examine
 from engine.spec.text.diagnostic import Diagnostic
+from engine.validate.examine import Options, examine
 
 ROOT = Path(__file__).parents[2]
 

@@ -107,7 +107,7 @@ def validate(
     values of environment variables are masked.
     """
     with collections_paused():
-        from engine.cli.validate.examine import Options, examine_all
+        from engine.validate.examine import Options, examine_all
         from engine.validate.worst_case import InvalidBudgetError, read_budget
 
         try:

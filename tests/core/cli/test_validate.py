@@ -193,7 +193,7 @@ def test_it_imports_no_torch_and_no_transformers() -> None:
         + "tools: [{use: 'textwrap:dedent', name: d, timeout: 5s}]\n"
     )
     code = (
-        "import sys\nfrom pathlib import Path\nfrom engine.cli.validate.examine import Options, examine\n"
+        "import sys\nfrom pathlib import Path\nfrom engine.validate.examine import Options, examine\n"
         "print([str(d) for d in examine(Path('s.yaml'), Options(imports=True)).diagnostics])\n"
         "print(sorted({'torch', 'transformers', 'renderers', 'pyarrow', 'datasets'} & set(sys.modules)))\n"
     )

@@ -19,7 +19,7 @@ from slow_cases import slow_but
 from strangers_place import Place, opened
 
 from engine.cli.validate.command import written
-from engine.cli.validate.examine import Options, examine_all
+from engine.validate.examine import Options, examine_all
 
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 
@@ -235,7 +235,7 @@ def test_imported_code_that_never_ends_is_stopped(place: Place) -> None:
 @pytest.mark.slow  # by default: nothing of a stranger, above
 def test_what_is_found_without_code_stays_found_whatever_the_code_does(place: Place) -> None:
     text = (
-        "import engine.validate.check as check, engine.cli.validate.examine as examine\n"
+        "import engine.validate.check as check, engine.validate.examine as examine\n"
         "check.check_rules = examine.check_rules = lambda *anything: ([], [])\n"
     )
     spec = WHOLE.replace("single_turn", "tools_and_user") + "environment: {use: 'beside:Board'}\n"

@@ -89,7 +89,7 @@ def test_a_spec_that_is_not_there_or_not_valid_is_told() -> None:
 @pytest.mark.slow
 def test_the_repositorys_own_are_valid_and_nothing_heavy_is_imported() -> None:
     code = (
-        "import json, sys\nfrom pathlib import Path\nfrom engine.cli.validate.examine import examine\n"
+        "import json, sys\nfrom pathlib import Path\nfrom engine.validate.examine import examine\n"
         "files = sorted(Path('specs').glob('*.scenarios.yaml'))\n"
         "print(json.dumps([len(files) > 5, [str(d) for f in files for d in examine(f).diagnostics],\n"
         "    sorted({'torch', 'transformers'} & set(sys.modules))]))\n"

@@ -8,7 +8,7 @@ from one_deleted import ROOT, copy_without, engine, python
 
 USERS = (
     "engine.cli.validate.command",
-    "engine.cli.validate.examine",
+    "engine.validate.examine",
     "engine.plugins.serve.groups",
     "engine.plugins.schema.command",
 )
