@@ -127,7 +127,7 @@ class Plugin:
     old_options: Entries = field(default_factory=dict)
     """Option that a command had, as `train --plan` -> the command line that replaces it, for a message."""
     findings_formats: Entries = field(default_factory=dict)
-    """Value of `engine validate --format` -> function that writes a list of `engine.cli.validate.report.Report`."""
+    """Value of `engine validate --format` -> function that writes a list of `engine.validate.report.Report`."""
     graph_formats: Entries = field(default_factory=dict)
     """Value of `engine graph --format`, also the suffix of its files -> function that draws a machine."""
     options: Entries = field(default_factory=dict)

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from engine.cli.validate.report import Report, excerpts_of, one_line, pack, unpack
 from engine.errors import SpecError
 from engine.moved_names import MovedNameWarning
 from engine.plugin import Hook, missing
@@ -28,6 +27,7 @@ from engine.spec.text.diagnostic import Diagnostic, Origin, Severity
 from engine.validate import all_rules
 from engine.validate.check import check_rules, trainer_of
 from engine.validate.context import CheckContext
+from engine.validate.report import Report, excerpts_of, one_line, pack, unpack
 from engine.validate.templates import set_deadline
 from engine.validate.worst_case import over_budget, worst_case
 

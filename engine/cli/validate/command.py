@@ -14,9 +14,9 @@ import typer
 
 from engine import plugin
 from engine.cli.options import Overrides, one_of
-from engine.cli.validate.report import UNREADABLE, Report, as_json, as_text
 from engine.spec.access import Access
 from engine.terminal import echo
+from engine.validate.report import UNREADABLE, Report, as_json, as_text
 
 _SPEC_KEY = re.compile(r"^(?:spec|extends)[ \t]*:", re.MULTILINE)
 

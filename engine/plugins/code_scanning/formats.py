@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from engine import __version__
-from engine.cli.validate.report import json_text, no_command, skipped_words
 from engine.spec.text.diagnostic import SET_FILE, Diagnostic, show_path
 from engine.terminal import visible
+from engine.validate.report import json_text, no_command, skipped_words
 
 if TYPE_CHECKING:
-    from engine.cli.validate.report import Report
+    from engine.validate.report import Report
 
 SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
 _LEVELS = {"error": "error", "warning": "warning", "info": "note"}

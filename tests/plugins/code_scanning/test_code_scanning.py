@@ -88,9 +88,9 @@ def test_sarif_of_valid_specs_is_valid_and_empty() -> None:
 
 def test_sarif_of_every_page_is_valid() -> None:
     """Whatever rule is broken, its page makes valid SARIF."""
-    from engine.cli.validate.report import Report
     from engine.plugins.code_scanning.formats import as_sarif
     from engine.spec.text.diagnostic import Diagnostic, Origin
+    from engine.validate.report import Report
 
     found = [Diagnostic(rule, "error", "x", None, Origin("s.yaml", 1, 1)) for rule in page_ids()]
     document = json.loads(as_sarif([Report("s.yaml", found)]))
