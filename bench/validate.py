@@ -111,9 +111,8 @@ def main() -> None:
             "engine validate specs/quickstart.yaml": seconds(command("validate", "specs/quickstart.yaml"), times),
             "engine validate, 100 specs": seconds(command("validate", str(folder)), min(times, 3)),
         }
-        from engine.cli.validate.command import find_specs
         from engine.validate import all_rules
-        from engine.validate.examine import Options, examine
+        from engine.validate.examine import Options, examine, find_specs
 
         def hundred() -> None:
             with contextlib.redirect_stdout(io.StringIO()):

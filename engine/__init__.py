@@ -15,6 +15,7 @@ from engine.moved_names import MovedModules
 
 if TYPE_CHECKING:
     from engine.api.checks import check as check
+    from engine.api.checks import check_files as check_files
     from engine.api.launch import Launch as Launch
     from engine.api.launch import play as play
     from engine.api.launch import run as run
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from engine.spec.code.entry import looking as looking
     from engine.spec.load import LoadedSpec
     from engine.spec.text.diagnostic import Diagnostic as Diagnostic
+    from engine.validate.registry import rule_pages as rule_pages
 
     Episode = StoredEpisode
     Spec = LoadedSpec
@@ -80,6 +82,7 @@ PUBLIC = {
     "UserTurn": "engine.schemas.environment:UserTurn",
     "action": "engine.schemas.environment:action",
     "check": "engine.api.checks:check",
+    "check_files": "engine.api.checks:check_files",
     "environment": "engine.environments.function:environment",
     "fit": "engine.api.trainings:fit",
     "fit_async": "engine.api.trainings:fit_async",
@@ -87,6 +90,7 @@ PUBLIC = {
     "looking": "engine.spec.code.entry:looking",
     "open": "engine.api.runs:open",
     "play": "engine.api.launch:play",
+    "rule_pages": "engine.validate.registry:rule_pages",
     "run": "engine.api.launch:run",
     "run_async": "engine.api.launch:run_async",
 }

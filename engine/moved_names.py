@@ -20,6 +20,8 @@ MOVED: dict[str, str] = {
     "engine.cli.audit": "engine.plugins.audit.command",
     "engine.cli.console": "engine.console",
     "engine.cli.export:ExportFormat": "engine.api.exports:ExportFormat",
+    "engine.cli.validate.examine": "engine.validate.examine",
+    "engine.cli.validate.report:Report": "engine.validate.report:Report",
     "engine.cli.validate_examine": "engine.validate.examine",
     "engine.client": "engine.plugins.serve.client",
     "engine.doctor": "engine.plugins.doctor",

@@ -29,6 +29,9 @@ _UNSAFE = re.compile(
 """Characters that a terminal executes or does not show. Joiners and variation selectors stay: scripts and emoji need
 them."""
 
+_COMMAND = re.compile(r"##(?=[\w.-]*\[)")
+"""The beginnings of commands to CI systems, anywhere in a line."""
+
 MAX_LINE = 1_200
 """Characters of one line of a message that quotes an input."""
 _MAX_QUOTE = 300
@@ -51,6 +54,16 @@ def visible(text: str, *, newlines: bool = True) -> str:
         return text
     text = _UNSAFE.sub(_escaped, text)
     return text if newlines else text.replace("\n", "\\n")
+
+
+def one_line(text: str) -> str:
+    """Escape a text so that it stays on one line and is not a command to a terminal or CI system."""
+    return no_command(visible(text, newlines=False))
+
+
+def no_command(text: str) -> str:
+    """Escape `##[error]` and similar commands in a text."""
+    return _COMMAND.sub(r"#\\x23", text)
 
 
 def visible_json(text: str) -> str:

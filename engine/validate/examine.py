@@ -24,14 +24,15 @@ from engine.spec.load import UNREADABLE, LoadedSpec, read_spec
 from engine.spec.references import mask, mask_all
 from engine.spec.resolve import MAX_BYTES
 from engine.spec.text.diagnostic import Diagnostic, Origin, Severity
-from engine.validate import all_rules
-from engine.validate.check import check_rules, trainer_of
+from engine.terminal import one_line
+from engine.validate.check import all_rules, check_rules, trainer_of
 from engine.validate.context import CheckContext
-from engine.validate.report import Report, excerpts_of, one_line, pack, unpack
+from engine.validate.report import Report, excerpts_of, pack, unpack
 from engine.validate.templates import set_deadline
 from engine.validate.worst_case import over_budget, worst_case
 
 _REPLIES = re.compile(r"^(?:(?:replies|cases)[ \t]*:|- )", re.MULTILINE)
+_SPEC_KEY = re.compile(r"^(?:spec|extends)[ \t]*:", re.MULTILINE)
 _SPEC = re.compile(r"^(?:spec|extends|model|tasks|machine)[ \t]*:", re.MULTILINE)
 """Keys of a spec at the top level; one without `spec` is still meant as one."""
 SECONDS = 60.0
@@ -70,7 +71,9 @@ class Options:
     budget: Mapping[str, float] = field(default_factory=dict)
     """The budget of the run; see `engine.validate.worst_case`."""
     imports: bool = False
-    """Whether to import the code that specs name."""
+    """Whether to import the code that specs name, and to build its objects once."""
+    apart: bool = False
+    """Whether to import no code that runs only in worker processes."""
     allowed: Sequence[Path] = ()
     """Additional folders whose files may be opened."""
     seconds: float = SECONDS
@@ -79,7 +82,48 @@ class Options:
     """The trainer that is to train on the spec's episodes."""
 
 
-def examine(path: Path, options: Options | None = None, doing: Callable[[str], None] | None = None) -> Report:
+def find_specs(named: Sequence[Path], allowed: Sequence[Path] = ()) -> Iterator[Path]:
+    """Yield the files to validate, each once: for a folder, all specs below it.
+
+    In a folder, a YAML file is a spec if it has the key `spec` or `extends` at the top level; scripts and scenarios
+    have neither.
+
+    Args:
+        named: Files and folders.
+        allowed: Folders to which links in these may lead.
+    """
+    seen: set[Path] = set()
+    for path in named:
+        for file in _under(path, allowed) if path.is_dir() else [path]:
+            if file.absolute() not in seen:
+                seen.add(file.absolute())
+                yield file
+
+
+def _under(folder: Path, allowed: Sequence[Path]) -> list[Path]:
+    specs = []
+    for file in (*folder.rglob("*.yaml"), *folder.rglob("*.yml")):
+        hidden = any(part.startswith(".") for part in file.relative_to(folder).parts)
+        if file.is_file() and not hidden and _looks_like_spec(file, allowed):
+            specs.append(file)
+    return sorted(specs)
+
+
+def _looks_like_spec(file: Path, allowed: Sequence[Path]) -> bool:
+    try:
+        data = Access.for_spec(file, allowed).read(file, MAX_BYTES)
+    except (OSError, ValueError):
+        return True  # reading it reports the reason
+    return data is None or _SPEC_KEY.search(data.decode("utf-8-sig", "replace")) is not None
+
+
+def examine(
+    path: Path,
+    options: Options | None = None,
+    doing: Callable[[str], None] | None = None,
+    *,
+    access: Access | None = None,
+) -> Report:
     """Read one spec and apply all rules to it, in this process; a file of scenarios is compared with its spec.
 
     With `options.imports` the code that the spec names is imported in this process.
@@ -88,9 +132,10 @@ def examine(path: Path, options: Options | None = None, doing: Callable[[str], N
         path: The spec.
         options: The options.
         doing: Called with the next activity.
+        access: What may be opened and imported; by default as the options say.
     """
     options = options or Options()
-    access = Access.for_spec(path, options.allowed, imports=options.imports)
+    access = access or Access.for_spec(path, options.allowed, imports=options.imports)
     set_deadline(options.seconds / 2)
     for examine_file in EXAMINE_FILE.all():
         if (other := examine_file(path, options.overrides, access)) is not None:
@@ -104,7 +149,16 @@ def examine(path: Path, options: Options | None = None, doing: Callable[[str], N
     if loaded is None:
         unreadable = any(item.rule in UNREADABLE for item in problems)
         return _report(Report(str(path), problems, unreadable), {}, access)
-    findings, skipped = check_rules(loaded, doing, calls=options.imports)
+    report = examine_spec(loaded, options, doing)
+    sources = {mask(file, loaded.variables): text for file, text in loaded.sources.items()}
+    everything = [*problems, *report.diagnostics, *_unplayed(path)]
+    return _report(replace(report, file=str(path), diagnostics=everything), sources, access)
+
+
+def examine_spec(loaded: LoadedSpec, options: Options, doing: Callable[[str], None] | None = None) -> Report:
+    """Apply all rules to a spec that is read, and what they leave to others: the worst case, a budget, a trainer,
+    findings that import a library."""
+    findings, skipped = check_rules(loaded, doing, apart=options.apart, calls=options.imports)
     worst = None
     sound = not any(item.severity == "error" and item.rule.startswith("machine.") for item in findings)
     if (options.cost or options.budget) and sound:
@@ -112,11 +166,9 @@ def examine(path: Path, options: Options | None = None, doing: Callable[[str], N
         findings += mask_all(over_budget(loaded, worst, options.budget), loaded.variables)
     if options.trainer is not None and sound:
         findings += mask_all(trainer_of(options.trainer).findings(loaded), loaded.variables)
-    sources = {mask(file, loaded.variables): text for file, text in loaded.sources.items()}
     for slow_findings in SLOW_FINDINGS.all(written(loaded.spec)):
         findings += mask_all(slow_findings(loaded, options.seconds / 2), loaded.variables)
-    everything = [*problems, *findings, *_unplayed(path)]
-    return _report(Report(str(path), everything, worst=worst, skipped=skipped), sources, access)
+    return Report(str(loaded.path), findings, worst=worst, skipped=skipped)
 
 
 def _holds_replies(path: Path, access: Access) -> bool:
@@ -164,12 +216,13 @@ def examine_all(paths: Sequence[Path], options: Options) -> tuple[list[Report], 
         The reports, and the lines that imported code and parsers printed, with their origin.
     """
     all_rules()  # imported once, before the children are forked
-    warnings.simplefilter("ignore", MovedNameWarning)  # a finding names them, with their place
     examiner = _Examiner(options)
-    try:
-        reports = [examiner.examine(path) for path in paths]
-    finally:
-        examiner.close()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", MovedNameWarning)  # a finding names them, with their place
+        try:
+            reports = [examiner.examine(path) for path in paths]
+        finally:
+            examiner.close()
     return reports, examiner.printed
 
 
@@ -262,6 +315,3 @@ def _both(static: Report, imported: Report) -> Report:
     ]
     pairs = sorted([*zip(imported.diagnostics, imported.excerpts, strict=True), *extra], key=lambda pair: pair[0].place)
     return replace(imported, diagnostics=[item for item, _ in pairs], excerpts=[excerpt for _, excerpt in pairs])
-
-
-__all__ = ["FAILED", "STOPPED", "Options", "examine", "examine_all"]

@@ -170,6 +170,11 @@ def page_of(rule: str) -> Page | None:
     return Page(head["id"], severity, head["about"], text, arguments)
 
 
+def rule_pages() -> dict[str, Page]:
+    """The pages of all rules by their ids, sorted: what each finds, why, a bad and a good example."""
+    return {id: page for id in page_ids() if (page := page_of(id)) is not None}
+
+
 def page_ids() -> list[str]:
     """Return the ids of all rules that have a page."""
     names = {file.name for folder in _folders() for file in folder.iterdir()}

@@ -251,14 +251,14 @@ class InvalidBudgetError(EngineError):
     blame = "spec"
 
 
-def read_budget(given: Sequence[str]) -> dict[str, float]:
-    """Read `["tokens=1e9", "seconds=3600"]`: the maximum by name.
+def read_budget(given: Mapping[str, float] | Sequence[str]) -> dict[str, float]:
+    """Read `{"tokens": 1e9}` or `["tokens=1e9", "seconds=3600"]`: the maximum by name.
 
     Raises:
         InvalidBudgetError: a name does not exist, or a value is not a number.
     """
     budget: dict[str, float] = {}
-    for item in given:
+    for item in given if not isinstance(given, Mapping) else [f"{name}={most}" for name, most in given.items()]:
         name, _, value = item.partition("=")
         name = name.strip()
         if name not in COSTS:

@@ -46,7 +46,12 @@ async def last(events):
 spec = engine.load(sys.argv[1], {"tasks.limit": 1})
 run = engine.run(spec, progress=False)
 training = engine.fit(spec, progress=False)
+with engine.looking(["worlds:vowels"]) as looked:
+    pass
 called = {
+    "looking": looked,
+    "check_files": [report.status for report in engine.check_files([sys.argv[1]])],
+    "rule_pages": engine.rule_pages()["spec.unknown-key"].severity,
     "check": [item.rule for item in engine.check(spec) if item.severity == "error"],
     "run": run.status,
     "run_async": len(asyncio.run(engine.run_async(spec, progress=False)).episodes),
@@ -114,6 +119,7 @@ def test_public_names_work_after_every_module_is_imported(tmp_path: Path, tiny_m
     said = json.loads(done.stdout.splitlines()[-1])
     assert [name for name in said.pop("skipped") if not name.startswith("engine.plugins.")] == []
     called = {"check": [], "run": "done", "run_async": 2, "open": True, "play": "Trajectory", "fit": 1, "fit_async": 1}
+    called |= {"looking": {"worlds:vowels": False}, "check_files": [0], "rule_pages": "error"}
     assert said == {"changed": [], "modules": [], "called": called}
     functions = {name for name in engine.PUBLIC if type(getattr(engine, name)) is FunctionType}
     assert functions - called.keys() == {"load", "action", "environment"}  # called for the spec, and in its code

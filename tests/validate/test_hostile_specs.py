@@ -11,9 +11,10 @@ from hostile_specs import BUSY, REFUSED, TASKS, WHOLE
 
 from engine import plugin
 from engine.cli.validate.command import FORMATS, written
+from engine.cli.validate.report import as_text
 from engine.validate.examine import Options, examine
 from engine.validate.registry import page_of
-from engine.validate.report import Report, as_text
+from engine.validate.report import Report
 
 LONG = {
     *("guards", "long guards", "guards that multiply", "dense", "ring", "larger ring", "wide limits", "huge limits"),

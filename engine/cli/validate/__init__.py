@@ -1,1 +1,1 @@
-"""`engine validate`: examining specs in child processes, and reports as text, JSON and SARIF."""
+"""`engine validate` and `engine explain`, and the formats of findings: text and JSON."""

@@ -4,62 +4,27 @@ what a rule finds."""
 from __future__ import annotations
 
 import gc
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from engine import plugin
+from engine.cli.exits import USAGE
 from engine.cli.options import Overrides, one_of
-from engine.spec.access import Access
+from engine.cli.validate.report import as_json, as_text
 from engine.terminal import echo
-from engine.validate.report import UNREADABLE, Report, as_json, as_text
 
-_SPEC_KEY = re.compile(r"^(?:spec|extends)[ \t]*:", re.MULTILINE)
-
+if TYPE_CHECKING:
+    from engine.validate.report import Report
 
 FORMATS = ("text", "json")
 """The core's formats of findings; plugins add others."""
-
-
-def find_specs(named: Sequence[Path], allowed: Sequence[Path] = ()) -> Iterator[Path]:
-    """Yield the files to validate, each once: for a folder, all specs below it.
-
-    In a folder, a YAML file is a spec if it has the key `spec` or `extends` at the top level; scripts and scenarios
-    have neither.
-
-    Args:
-        named: Files and folders.
-        allowed: Folders to which links in these may lead.
-    """
-    seen: set[Path] = set()
-    for path in named:
-        for file in _under(path, allowed) if path.is_dir() else [path]:
-            if file.absolute() not in seen:
-                seen.add(file.absolute())
-                yield file
-
-
-def _under(folder: Path, allowed: Sequence[Path]) -> list[Path]:
-    specs = []
-    for file in (*folder.rglob("*.yaml"), *folder.rglob("*.yml")):
-        hidden = any(part.startswith(".") for part in file.relative_to(folder).parts)
-        if file.is_file() and not hidden and _looks_like_spec(file, allowed):
-            specs.append(file)
-    return sorted(specs)
-
-
-def _looks_like_spec(file: Path, allowed: Sequence[Path]) -> bool:
-    from engine.spec.resolve import MAX_BYTES
-
-    try:
-        data = Access.for_spec(file, allowed).read(file, MAX_BYTES)
-    except (OSError, ValueError):
-        return True  # reading it reports the reason
-    return data is None or _SPEC_KEY.search(data.decode("utf-8-sig", "replace")) is not None
+_OPTIONS = {"budget_error": "--budget", "trainer_error": "--trainer"}
+"""The kind of an error -> the option whose value it refuses."""
 
 
 def validate(
@@ -107,28 +72,25 @@ def validate(
     values of environment variables are masked.
     """
     with collections_paused():
-        from engine.validate.examine import Options, examine_all
-        from engine.validate.worst_case import InvalidBudgetError, read_budget
+        from engine import EngineError, check_files
 
         try:
-            most = read_budget(budget or ())
-        except InvalidBudgetError as error:
-            raise typer.BadParameter(str(error), param_hint="--budget") from error
-        from engine.validate.check import TrainerError, trainer_of
-
-        try:
-            if trainer is not None:
-                trainer_of(trainer)
-        except TrainerError as error:
-            raise typer.BadParameter(str(error), param_hint="--trainer") from error
-        folders = tuple(allowed or ())
-        options = Options(tuple(overrides or ()), worst, most, imports, folders, timeout, trainer)
-        reports, printed = examine_all(list(find_specs(specs, folders)), options)
-    for line in printed:
-        echo(line, err=True)
+            reports = check_files(
+                specs,
+                overrides or (),
+                imports=imports,
+                worst_case=worst,
+                budget=budget or (),
+                trainer=trainer,
+                allowed=allowed or (),
+                seconds=timeout,
+                heard=partial(echo, err=True),
+            )
+        except EngineError as error:
+            raise typer.BadParameter(str(error), param_hint=_OPTIONS[error.kind]) from error
     if not reports:
         echo(f"no specs under {', '.join(map(str, specs))}", err=True)
-        raise typer.Exit(UNREADABLE)
+        raise typer.Exit(USAGE)
     if format == "text":
         typer.echo(as_text(reports, notes=notes, worst=worst))
     elif said := written(format, reports):
@@ -167,20 +129,17 @@ def explain(
     """Print the page of a rule: what it finds, why, a bad example and a good one."""
     from difflib import get_close_matches
 
-    from engine.validate.registry import page_ids, page_of
+    from engine import rule_pages
 
-    ids = page_ids()
+    pages = rule_pages()
     if rule is None:
-        width = max(map(len, ids), default=0)
-        for name in ids:
-            page = page_of(name)
-            if page is not None:
-                echo(f"{name:<{width}}  {page.severity:<7}  {page.about}")
-        return
-    page = page_of(rule.strip().strip("[]`"))
-    if page is None:
-        near = get_close_matches(rule, ids, n=3, cutoff=0.4)
+        width = max(map(len, pages), default=0)
+        for name, page in pages.items():
+            echo(f"{name:<{width}}  {page.severity:<7}  {page.about}")
+    elif named := pages.get(rule.strip().strip("[]`")):
+        echo(named.text.rstrip())
+    else:
+        near = get_close_matches(rule, pages, n=3, cutoff=0.4)
         hint = f"; did you mean {' or '.join(f'`{name}`' for name in near)}?" if near else ""
         echo(f"there is no rule `{rule}`{hint} (`engine explain` lists them all)", err=True)
-        raise typer.Exit(UNREADABLE)
-    echo(page.text.rstrip())
+        raise typer.Exit(USAGE)

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from engine import __version__
+from engine.cli.validate.report import json_text, skipped_words
 from engine.spec.text.diagnostic import SET_FILE, Diagnostic, show_path
-from engine.terminal import visible
-from engine.validate.report import json_text, no_command, skipped_words
+from engine.terminal import no_command, visible
 
 if TYPE_CHECKING:
     from engine.validate.report import Report

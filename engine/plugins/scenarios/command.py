@@ -80,8 +80,8 @@ test.__test__ = False  # type: ignore[attr-defined]  # pytest: this is no test
 
 def _specs(paths: Sequence[Path]) -> list[tuple[Path, Path | None]]:
     """The specs to test, each with the file of its scenarios; None for the file beside it."""
-    from engine.cli.validate.command import find_specs
     from engine.plugins.scenarios.load import files_of_scenarios, spec_of
+    from engine.validate.examine import find_specs
 
     specs: dict[tuple[Path, Path | None], tuple[Path, Path | None]] = {}
     for path in paths:

@@ -15,7 +15,7 @@ from installed_plugins import needs_plugin
 from typer.testing import CliRunner
 
 from engine.cli.main import app
-from engine.cli.validate.command import find_specs
+from engine.validate.examine import find_specs
 
 MODEL = {"config.json": "{}", "tokenizer_config.json": '{"chat_template": "{{ tools }}{{ messages }}"}'}
 """Files of a model, so that nothing has to be left unchecked."""

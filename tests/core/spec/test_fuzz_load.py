@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 
 from engine import plugin
 from engine.cli.validate.command import FORMATS, written
+from engine.cli.validate.report import as_text
 from engine.schemas.episode import EpisodeSpec
 from engine.schemas.train import TrainSpec
 from engine.spec.load import read_spec
 from engine.validate.examine import Options, examine
-from engine.validate.report import as_text, pack, unpack
+from engine.validate.report import pack, unpack
 
 QUIET = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large]
 SPEC = """\
