@@ -18,8 +18,9 @@ import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
 
 import numpy as np
 import structlog
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     from engine.store.codec import EncodedRecord
     from engine.store.writer import Write
 
+P = ParamSpec("P")
 T = TypeVar("T")
 Retry = Literal["backend", "environment", "tool", "user", "all"]
 """Failures whose episodes are run again, by blame; `all`: every blame but `policy`, whose failures are results."""
@@ -305,36 +307,27 @@ async def run_async(
     return await launch.run(progress=shown, keep_going=keep_going)
 
 
-def run(
-    spec: str | Path | LoadedSpec | None = None,
-    overrides: Overrides = (),
-    *,
-    limit: int | None = None,
-    out: str | Path | None = None,
-    resume: str | Path | None = None,
-    retry_failed: Retry | None = None,
-    keep_going: bool = False,
-    evaluation: bool = False,
-    progress: Progress | bool = True,
-) -> Run:
+def blocking(work: Callable[P, Coroutine[Any, Any, T]], name: str, doc: str) -> Callable[P, T]:
+    """The form of a coroutine function that waits for its end, with the same arguments."""
+
+    @wraps(work)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        return _waited(work(*args, **kwargs))
+
+    call.__name__ = call.__qualname__ = name
+    call.__doc__ = doc
+    return call
+
+
+run = blocking(
+    run_async,
+    "run",
     """Run the episodes of a spec, and store them. The arguments and errors are those of `run_async`.
 
     Where an event loop runs, as in a notebook, the run has a thread of its own. Ctrl-C stops it cleanly, and is raised
     when what was done is stored; `resume` goes on.
-    """
-    return blocking(
-        run_async(
-            spec,
-            overrides,
-            limit=limit,
-            out=out,
-            resume=resume,
-            retry_failed=retry_failed,
-            keep_going=keep_going,
-            evaluation=evaluation,
-            progress=progress,
-        )
-    )
+    """,
+)
 
 
 async def finished(work: Coroutine[Any, Any, T], stop: asyncio.Event) -> T:
@@ -348,7 +341,7 @@ async def finished(work: Coroutine[Any, Any, T], stop: asyncio.Event) -> T:
         raise
 
 
-def blocking(work: Coroutine[Any, Any, T]) -> T:
+def _waited(work: Coroutine[Any, Any, T]) -> T:
     """Wait for a coroutine: here, or in a thread of its own if this thread runs an event loop. Ctrl-C cancels it, and
     is raised when it has ended."""
     in_loop = True

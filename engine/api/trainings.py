@@ -290,21 +290,12 @@ async def fit_async(
     return await launch.run(keep_going=keep_going, progress=shown)
 
 
-def fit(
-    spec: str | Path | LoadedSpec | None = None,
-    overrides: Overrides = (),
-    *,
-    out: str | Path | None = None,
-    resume: str | Path | None = None,
-    name: str | None = None,
-    keep_going: bool = False,
-    progress: Progress | bool = True,
-) -> Training:
+fit = blocking(
+    fit_async,
+    "fit",
     """Train the spec's model. The arguments and errors are those of `fit_async`.
 
     Where an event loop runs, as in a notebook, the training has a thread of its own. Ctrl-C stops it cleanly, and is
     raised when the last state is stored; `resume` goes on.
-    """
-    return blocking(
-        fit_async(spec, overrides, out=out, resume=resume, name=name, keep_going=keep_going, progress=progress)
-    )
+    """,
+)
