@@ -9,9 +9,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
+from itertools import chain
 from typing import Any
 
-from engine.plugins.evaluation.measures import MeasureDifference, Sample, by_task, collect, differences, few_tasks
+import numpy as np
+
+from engine.plugins.evaluation.intervals import proportion_interval
+from engine.plugins.evaluation.measures import (
+    Estimate,
+    MeasureDifference,
+    Sample,
+    by_task,
+    collect,
+    differences,
+    few_tasks,
+)
 from engine.plugins.show.listing.heads import heads
 from engine.schemas.base import Struct
 from engine.store import header
@@ -158,3 +170,18 @@ def _side(samples: Sequence[Sample]) -> Side:
         turns=sum(sample.turns for sample in samples) / count,
         tokens=sum(sample.tokens for sample in samples) / count,
     )
+
+
+_MEASURED = "status = 'done' AND (failure IS NULL OR blame = 'policy')"
+_TASKS = f"SELECT avg(solved), count(*) FROM episodes WHERE {_MEASURED} GROUP BY task_index, task_id"
+
+
+def success_of(store: RunReader) -> dict[str, Any]:
+    """Return the success of a run's policy as `Estimate` gives it, and the number of episodes that are measured, by SQL
+    over their summaries. Those with a failure that the policy did not cause are left out."""
+    with store.snapshot() as connection:
+        pairs = np.fromiter(chain.from_iterable(connection.execute(_TASKS)), np.float64).reshape(-1, 2)
+    means, episodes = pairs[:, 0], int(pairs[:, 1].sum())
+    low, high = proportion_interval(means, episodes)
+    value = float(means.mean()) if len(means) else float("nan")
+    return Estimate(value=value, low=low, high=high, tasks=len(means)).plain() | {"episodes": episodes}

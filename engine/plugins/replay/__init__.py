@@ -1,8 +1,7 @@
 """Stored episodes once more: `engine replay`, `engine rescore`. The core's `Replayer` feeds the records of journals to
 episodes.
 
-command.py   `engine replay` and `engine rescore`
-fork.py      a run that shares another one's journals up to a turn
+command.py   `engine replay`, with its forks, and `engine rescore`
 rescore.py   other reward rules, applied to journals
 """
 

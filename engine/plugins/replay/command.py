@@ -16,6 +16,10 @@ if TYPE_CHECKING:
 
     from engine.plugins.replay.rescore import Rescored
     from engine.runner.replay import Replayed
+    from engine.spec.load import LoadedSpec
+    from engine.spec.rows.mix import TaskList
+    from engine.store import RunStore
+    from engine.store.reader import RunReader
 
 _CHANGED = 10
 """Number of changed episodes that `engine rescore` lists."""
@@ -93,12 +97,50 @@ def _fork(run: str, out: Path, turn: int, salt: int) -> None:
     from engine.api.progress import ConsoleProgress
     from engine.cli.run import conclude
     from engine.console import make_console
-    from engine.plugins.replay.fork import fork
     from engine.store import RunStore, find_run
 
     with errors_exit(ERROR), RunStore.open(find_run(run, out=out), readonly=True) as source:
         loaded, tasks, store = fork(source, out, turn, salt)
     conclude(Launch(loaded, tasks, store), ConsoleProgress(make_console()))
+
+
+def fork(source: RunReader, out: Path, turn: int, salt: int) -> tuple[LoadedSpec, TaskList, RunStore]:
+    """Begin a fork of a run.
+
+    Args:
+        source: The run.
+        out: The folder in which runs are stored.
+        turn: Episodes share the entries before this assistant turn, from 0. An episode without this turn is copied
+            completely; if it had ended, it is only finished.
+        salt: Changes the sampling seeds from this turn on; 0 keeps them.
+
+    Returns:
+        (spec, tasks, store), the arguments of `Runner`. The store is open for writing.
+
+    Raises:
+        StoreError: the run is one of several processes, or the new run cannot be written.
+        EngineError: the tasks cannot be read.
+    """
+    from dataclasses import replace
+
+    from engine.errors import StoreError
+    from engine.runner.processes import refuse_many
+    from engine.spec.tasks import load_tasks
+    from engine.store import RunHeader, RunStore
+    from engine.store.header import Fork
+
+    loaded = source.header.loaded_spec(strict=True)
+    refuse_many(loaded, "a fork")
+    if source.divided:
+        raise StoreError(
+            f"{source.shards_only or source.folder} is a run of several drivers; forks of such runs are not supported"
+        )
+    rollout = loaded.spec.rollout.model_copy(update={"salt": salt})
+    loaded = replace(loaded, spec=loaded.spec.model_copy(update={"rollout": rollout}))
+    tasks = load_tasks(loaded)
+    changes = [*source.header.overrides, f"rollout.salt={salt}"]
+    header = RunHeader.of(loaded, overrides=changes, fork=Fork(run=source.run_id, turn=turn))
+    return loaded, tasks, RunStore.create(out, header, source)
 
 
 def rescore(

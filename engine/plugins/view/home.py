@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import StoreError, TrainError
-from engine.plugins.compare.run_success import success_of
+from engine.plugins.compare.run_comparison import success_of
 from engine.plugins.show.listing.training import Training
 from engine.plugins.view.training_notes import status_of
 from engine.store.find import list_runs

@@ -14,7 +14,7 @@ from engine.plugins.drivers.leases import Leases
 from engine.plugins.drivers.processes import DriverProcesses
 from engine.plugins.drivers.rules import number_of_drivers
 from engine.plugins.drivers.shards import create_shards
-from engine.plugins.replay.fork import fork
+from engine.plugins.replay.command import fork
 from engine.runner.processes import processes_of
 from engine.runner.runner import Runner
 from engine.spec.load import load_spec

@@ -13,7 +13,7 @@ from endings import ONE, filled
 from stopping import Resumed, content, dead_after
 
 from engine.errors import StoreError
-from engine.plugins.replay.fork import fork
+from engine.plugins.replay.command import fork
 
 TALK = ["no", "still no", "It is 42."]
 

@@ -11,7 +11,7 @@ from browser_kit import Visitor, aside, chromium, served
 from listing_kit import TRAINING, fill, make_training, new_run
 
 from engine.errors import StoreError
-from engine.plugins.compare.run_success import success_of
+from engine.plugins.compare.run_comparison import success_of
 from engine.plugins.evaluation.measures import evaluate
 from engine.plugins.show.listing.listing import Listing
 from engine.plugins.view.documents import Documents

@@ -26,9 +26,8 @@ from msgspec.structs import replace
 
 from engine.errors import EngineError, StoreError
 from engine.machine.guards import Guard
-from engine.plugins.show.listing.excerpts import excerpts, planned_excerpts
 from engine.plugins.show.listing.filters import FROM, LISTING_VARIABLES, Matching, choose, condition_of, listed
-from engine.plugins.show.listing.heads import Contents, EpisodeHead, read_head
+from engine.plugins.show.listing.heads import Contents, EpisodeHead, excerpts, planned_excerpts, read_head
 from engine.plugins.show.listing.rows import EPISODE, MADE, Cause, Neighbours, Page, Row, Totals, row_of
 from engine.plugins.show.listing.sources import Source, is_training, open_stores, stores_of
 from engine.plugins.show.listing.training import sampled_tasks
@@ -236,7 +235,7 @@ class Listing:
             return found
 
     def excerpts(self, rows: Sequence[Row], text: str) -> list[dict[str, Any]]:
-        """Return the texts of each row; see `engine.plugins.show.listing.excerpts`."""
+        """Return the texts of each row; see `heads.excerpts`."""
         texts: dict[tuple[str, str], dict[str, Any]] = {}
         with self._lock:
             for run in dict.fromkeys(row.run for row in rows):
