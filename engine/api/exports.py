@@ -51,8 +51,7 @@ class Exported(Struct, frozen=True, kw_only=True):
     """What else the reader should know."""
 
 
-@dataclass(frozen=True)
-class ExportFormat:
+class ExportFormat(Struct, frozen=True):
     """A format: one of the core's, or a plugin's."""
 
     write: Callable[[Run, Path | None, Mapping[str, Any]], Exported]
@@ -67,8 +66,7 @@ class ExportFormat:
     `Run.keeps`."""
 
 
-@dataclass(frozen=True)
-class RecordedScenario:
+class RecordedScenario(Struct, frozen=True):
     """A scenario made of an episode."""
 
     name: str
