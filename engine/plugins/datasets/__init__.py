@@ -6,9 +6,9 @@ PLUGIN = Plugin(
     name="datasets",
     about="Rows for supervised fine-tuning, data sets of messages for TRL and verl, also on the Hugging Face hub",
     export_formats={
-        "sft": "engine.plugins.datasets.command:SFT",
-        "trl": "engine.plugins.datasets.command:TRL",
-        "verl": "engine.plugins.datasets.command:VERL",
+        "sft": "engine.plugins.datasets.formats:SFT",
+        "trl": "engine.plugins.datasets.formats:TRL",
+        "verl": "engine.plugins.datasets.formats:VERL",
     },
     options={
         "export --turns": "engine.plugins.datasets.command:TURNS",
