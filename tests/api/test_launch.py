@@ -69,6 +69,15 @@ async def test_in_a_loop_run_has_a_thread_of_its_own(make_spec: Callable[..., Pa
     assert [run.episodes[0].reward for run in (blocking, awaited)] == [0.9, 0.9]
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Ctrl-C as in a program of the foreground: a shell has what it starts in the background ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("in_loop", [False, True])
 def test_an_interrupt_stops_cleanly_and_is_raised(
     make_spec: Callable[..., Path], tmp_path: Path, in_loop: bool
