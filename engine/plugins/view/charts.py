@@ -58,7 +58,8 @@ def _episodes(count: int) -> str:
 def _spread(
     listing: Listing, chosen: tuple[str, str], column: str, name: str, kind: type[int] | type[float]
 ) -> list[dict[str, Any]]:
-    """How many episodes have which value; a bar's expression names the smallest and the largest value in it."""
+    """How many episodes have which value; a bar's expression names the smallest and the largest value in it. The names
+    of its parameters are none of a filter (`:step`)."""
     known = f"AND e.status = 'done' AND abs({column}) < 1e300"
     ends = [
         row for row in listing.query(f"SELECT min({column}), max({column}) {{}} {known}", *chosen) if row[0] is not None
@@ -68,11 +69,11 @@ def _spread(
     low, high = min(row[0] for row in ends), max(row[1] for row in ends)
     step = max(1, math.ceil((high - low + 1) / BINS)) if kind is int else (high - low) / BINS or 1.0
     query = (
-        f"SELECT min({BINS - 1}, CAST(({column} - :low) / :step AS INTEGER)) AS bin, count(*), min({column}), "
+        f"SELECT min({BINS - 1}, CAST(({column} - :bar_low) / :bar_width AS INTEGER)) AS bin, count(*), min({column}), "
         f"max({column}) {{}} {known} GROUP BY bin"
     )
     bins: dict[int, tuple[int, Any, Any]] = {}
-    for bin, count, least, most in listing.query(query, *chosen, low=low, step=step):
+    for bin, count, least, most in listing.query(query, *chosen, bar_low=low, bar_width=step):
         before = bins.get(bin, (0, least, most))
         bins[bin] = (before[0] + count, min(before[1], least), max(before[2], most))
     bars = []
