@@ -30,9 +30,9 @@ def use_of(value: Any) -> str:
     module = getattr(value, "__module__", None)
     if qualified and module and module != "__main__" and _imported(module, qualified) is value:
         return f"{module}:{qualified}"
-    known = next((name for name, source in _sources.items() if source is value), None)
-    if known is not None:
-        return f"{__name__}:{known}"
+    earlier = next((name for name, source in _sources.items() if source is value), None)
+    if earlier is not None:
+        return f"{__name__}:{earlier}"
     short = (qualified or type(value).__qualname__).rpartition(".")[2].strip("<>")
     names = (f"{short}_{number}" if number > 1 else short for number in count(1))
     name = next(name for name in names if name not in _sources)

@@ -124,8 +124,8 @@ class Run:
     def episodes(self) -> list[StoredEpisode]:
         """The episodes in the order of tasks and samples, those that are not done too; of a part of a run the finished
         ones for which it holds."""
-        kept = self.kept
-        return [StoredEpisode(self, row) for row in self.store.episodes() if kept is None or row.id in kept]
+        part = self.kept
+        return [StoredEpisode(self, row) for row in self.store.episodes() if part is None or row.id in part]
 
     def episode(self, id: str) -> StoredEpisode:
         """One episode: `<task>/<sample>`. Raises: StoreError: there is none."""
