@@ -169,7 +169,7 @@ class Run:
         import pyarrow as pa
 
         from engine.api.exports import changed_credit
-        from engine.store.rows.export import arrow_schema, export_rows, record_batch
+        from engine.store.rows.export import arrow_schema, export_rows, record_batches
 
         rows = export_rows(
             self.store,
@@ -177,7 +177,7 @@ class Run:
             trainable_only=trainable_only,
             keep=self.keeps(),
         )
-        return pa.Table.from_batches([record_batch([row]) for row in rows], arrow_schema())
+        return pa.Table.from_batches(record_batches(rows), arrow_schema())
 
     def export(
         self,

@@ -22,7 +22,7 @@ THREE = {"source": "inline", "rows": [{"id": name} for name in "abc"], "id": "id
 
 
 class Notes:
-    """A `Progress` that keeps what it is told."""
+    """A `Progress` that records its lines for the test."""
 
     def __init__(self) -> None:
         self.said: list[str] = []

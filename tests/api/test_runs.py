@@ -83,6 +83,7 @@ def test_a_part_of_a_run_has_its_episodes_rows_and_sums(run: engine.Run) -> None
 
 def test_rows_are_those_of_an_export(run: engine.Run) -> None:
     rows = run.rows()
+    assert rows.column("input_ids").num_chunks == 1
     assert rows.num_rows == 3
     assert [sum(mask) for mask in rows.column("loss_mask").to_pylist()] == [
         episode.row.tokens for episode in run.episodes

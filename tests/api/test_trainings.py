@@ -26,7 +26,7 @@ def vowels(task: Task) -> Dialogue:
 
 
 class Notes:
-    """A `Progress` that keeps what it is told."""
+    """A `Progress` that records its lines for the test."""
 
     def __init__(self) -> None:
         self.said: list[str] = []

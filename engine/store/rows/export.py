@@ -232,17 +232,9 @@ def write_parquet(rows: Iterable[Columns], path: Path, metadata: dict[str, str] 
     schema = arrow_schema().with_metadata(metadata or {})
     count = 0
     with whole_file(path) as draft, pq.ParquetWriter(draft, schema, compression="zstd") as writer:
-        waiting: list[Columns] = []
-        tokens = 0
-        for columns in rows:
-            waiting.append(columns)
-            tokens += len(columns["input_ids"]) + _bytes(columns) // 8
-            count += 1
-            if len(waiting) >= GROUP_ROWS or tokens >= GROUP_TOKENS:
-                writer.write_batch(record_batch(waiting))
-                waiting, tokens = [], 0
-        if waiting:
-            writer.write_batch(record_batch(waiting))
+        for batch in record_batches(rows):
+            writer.write_batch(batch)
+            count += batch.num_rows
     return count
 
 
@@ -252,6 +244,20 @@ def _bytes(columns: Columns) -> int:
     texts += len(columns["task_fields"] or "") + len(columns["facts"])
     experts = columns["routed_experts"]
     return texts + (0 if experts is None else int(experts.nbytes))
+
+
+def record_batches(rows: Iterable[Columns]) -> Iterator[pa.RecordBatch]:
+    """Yield rows as Arrow record batches of bounded size, each a row group of a file."""
+    waiting: list[Columns] = []
+    tokens = 0
+    for columns in rows:
+        waiting.append(columns)
+        tokens += len(columns["input_ids"]) + _bytes(columns) // 8
+        if len(waiting) >= GROUP_ROWS or tokens >= GROUP_TOKENS:
+            yield record_batch(waiting)
+            waiting, tokens = [], 0
+    if waiting:
+        yield record_batch(waiting)
 
 
 def record_batch(rows: Sequence[Columns]) -> pa.RecordBatch:
