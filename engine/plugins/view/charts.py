@@ -58,8 +58,7 @@ def _episodes(count: int) -> str:
 def _spread(
     listing: Listing, chosen: tuple[str, str], column: str, name: str, kind: type[int] | type[float]
 ) -> list[dict[str, Any]]:
-    """How many episodes have which value; a bar's expression names the smallest and the largest value in it. The names
-    of its parameters are none of a filter (`:step`)."""
+    """How many episodes have which value; a bar's expression names the smallest and the largest value in it."""
     known = f"AND e.status = 'done' AND abs({column}) < 1e300"
     ends = [
         row for row in listing.query(f"SELECT min({column}), max({column}) {{}} {known}", *chosen) if row[0] is not None

@@ -136,6 +136,11 @@ def test_a_wrong_filter_is_an_error_that_says_what_to_write(run: Path, expressio
     assert message in str(caught.value)
 
 
+def test_a_query_takes_no_parameter_of_the_filter(run: Path) -> None:
+    with Listing([run]) as listing, pytest.raises(ValueError, match="step"):
+        listing.query("SELECT :step {}", "outcome.reward > 0.0", "", step=1)
+
+
 def test_episodes_without_a_value_are_counted(run: Path) -> None:
     with Listing([run]) as listing:
         page = listing.page("facts.tries > 1")

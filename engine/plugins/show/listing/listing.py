@@ -471,7 +471,10 @@ class Listing:
             tables, where = "side.chosen c JOIN episodes e ON e.number = c.number", "c.source = :source"
         of_list = f"{FROM.format(tables)} WHERE {where}"
         with listed(number, *self._stores[number], self._side) as (connection, parameters, _):
-            yield from connection.execute(query.format(of_list, decides=decides), parameters | values | more)
+            of_filter = parameters | values
+            if hidden := of_filter.keys() & more.keys():
+                raise ValueError(f"parameters of a query that the list has too: {sorted(hidden)}")
+            yield from connection.execute(query.format(of_list, decides=decides), of_filter | more)
 
     def _ordered(
         self, matching: Matching | None, sort: str, descending: bool, offset: int = 0, limit: int = -1
