@@ -103,6 +103,7 @@ def _origin(ctx: CheckContext, found: Finding) -> Origin:
     return ctx.loaded.origin(found.path, key=found.key)
 
 
+_ID = re.compile(r"[a-z0-9_]{1,60}\.[a-z0-9_-]{1,60}")
 _HEAD = re.compile(r"\A# `(?P<id>[a-z0-9_.-]+)`\n\n\*(?P<severity>error|warning|info)\*: (?P<about>.+)\n")
 _SECTION = re.compile(r"^## (.+)$", re.MULTILINE)
 _FOLDER = files("engine.validate") / "rules"
@@ -153,7 +154,7 @@ def page_of(rule: str) -> Page | None:
     Raises:
         ValueError: the page does not have the required form.
     """
-    if not re.fullmatch(r"[a-z0-9_]{1,60}\.[a-z0-9_-]{1,60}", rule):
+    if not _ID.fullmatch(rule):
         return None
     file = next((file for folder in _folders() if (file := folder / f"{rule}.md").is_file()), None)
     if file is None:
@@ -178,7 +179,7 @@ def rule_pages() -> dict[str, Page]:
 def page_ids() -> list[str]:
     """Return the ids of all rules that have a page."""
     names = {file.name for folder in _folders() for file in folder.iterdir()}
-    return sorted(name[:-3] for name in names if re.fullmatch(r"[a-z]+\.[a-z-]+\.md", name))
+    return sorted(id for name in names if name.endswith(".md") and _ID.fullmatch(id := name[:-3]))
 
 
 def _folders() -> list[Traversable]:
