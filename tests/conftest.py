@@ -165,7 +165,7 @@ def frozen_objects_counted(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pauses between tries of a request to a server or an API begin at a hundredth of a second."""
-    from engine.backends.http import outage
+    from engine.backends import outage
 
     monkeypatch.setattr(outage, "FIRST_PAUSE", 0.01)
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from engine.actions.action import EpisodeObjects
     from engine.actions.calling.workers import Workers
     from engine.backends.backend import Backend
-    from engine.backends.http.outage import Outage
+    from engine.backends.outage import Outage
     from engine.backends.slots import Slots
     from engine.episode.episode import Episode
     from engine.schemas.environment import Task

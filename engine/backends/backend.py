@@ -17,7 +17,7 @@ from engine.schemas.generation import GenerateRequest, Generation, SamplingParam
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from engine.backends.http.outage import Outage
+    from engine.backends.outage import Outage
     from engine.backends.slots import Slots
     from engine.schemas.backend import BackendBase
     from engine.spec.load import LoadedSpec

@@ -12,7 +12,7 @@ from engine.episode.episode import Episode
 from engine.schemas.trajectory import Trajectory
 
 if TYPE_CHECKING:
-    from engine.backends.http.outage import Outage
+    from engine.backends.outage import Outage
 
 _GENERATE = frozenset(ACTIONS["generate"].events or ())
 

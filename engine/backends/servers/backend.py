@@ -19,7 +19,7 @@ import structlog
 
 from engine.backends.backend import Backend
 from engine.backends.http.client import key_headers
-from engine.backends.http.outage import Tries
+from engine.backends.outage import Tries
 from engine.backends.servers.pool import Pool, Server
 from engine.backends.servers.reply_call import ReplyCall
 from engine.backends.servers.wire import RequestEncoder
@@ -30,7 +30,7 @@ from engine.errors import BackendError, ContextOverflow
 from engine.schemas.generation import GenerateRequest, Generation, SamplingParams
 
 if TYPE_CHECKING:
-    from engine.backends.http.outage import Outage
+    from engine.backends.outage import Outage
     from engine.backends.servers.dialect import Dialect
     from engine.backends.servers.launched import LaunchedServers
     from engine.backends.servers.sessions import Sessions

@@ -21,8 +21,8 @@ import msgspec
 import structlog
 
 from engine.backends.http.client import HttpClient
-from engine.backends.http.outage import Outage, growing_pause
 from engine.backends.http.reply import UNAVAILABLE, HttpFailure, error_text
+from engine.backends.outage import Outage, growing_pause
 from engine.errors import BackendError
 from engine.schemas.base import Struct
 

@@ -32,7 +32,7 @@ from engine.errors import BackendError
 from engine.schemas.generation import FinishReason, VersionSpan
 
 if TYPE_CHECKING:
-    from engine.backends.http.outage import Tries
+    from engine.backends.outage import Tries
     from engine.backends.servers.backend import ServersBackend
     from engine.backends.servers.pool import Server
     from engine.backends.slots import Slots

@@ -25,8 +25,8 @@ import structlog
 
 from engine.backends.backend import Backend
 from engine.backends.http.client import HttpClient, key_headers, read_key
-from engine.backends.http.outage import Outage, Tries
 from engine.backends.http.reply import UNAVAILABLE, HttpFailure, HttpReply, refusal
+from engine.backends.outage import Outage, Tries
 from engine.backends.registry import refuse_parameters
 from engine.deadline import Deadlines
 from engine.errors import BackendError, OutageError

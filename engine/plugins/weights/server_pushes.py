@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
-from engine.backends.http.outage import growing_pause
+from engine.backends.outage import growing_pause
 from engine.errors import BackendError, OutageError, TrainError
 from engine.plugins.sglang.control import UPDATE_SECONDS
 from engine.train.files import tensor_facts

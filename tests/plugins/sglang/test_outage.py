@@ -15,7 +15,7 @@ from outage_server import Server
 from sglang_cluster import Call, cluster
 from slow_cases import each_once, slow_after
 
-from engine.backends.http.outage import Outage
+from engine.backends.outage import Outage
 from engine.clocks import PausableClocks
 from engine.errors import BackendError, OutageError
 from engine.plugin import entries
