@@ -142,6 +142,7 @@ KNOWN: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "schema": {"install": ("pip install --force-reinstall --no-deps episode-engine",), "commands": ("schema",)},
     "serve": {"install": ("pip install --force-reinstall --no-deps episode-engine",), "commands": ("serve",)},
+    "servers": {"install": ("pip install --force-reinstall --no-deps episode-engine",)},
     "sft": {
         "install": ("pip install --force-reinstall --no-deps episode-engine",),
         "sections": ("train.data",),

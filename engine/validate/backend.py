@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from engine.schemas.backend import BackendBase, ServersSpec, backend_classes, no_default
+from engine.schemas.backend import BackendBase, backend_classes, no_default
 from engine.schemas.generation import SamplingParams
-from engine.spec.added import backends_of, no_player, played_parts, played_roles
+from engine.spec.added import no_player, played_parts, played_roles
 from engine.spec.text.diagnostic import DataPath
 from engine.tokens.experts import ExpertLayout, expert_layout
 from engine.validate.context import CheckContext
@@ -36,22 +36,6 @@ def unsupported_sampling(ctx: CheckContext) -> Iterator[Finding]:
             )
         if (conflict := backend.conflict(sampling)) is not None:
             yield Finding(conflict, path, "remove one of them")
-
-
-@rule("backend.no-launcher", "error", "nothing is installed that starts the servers of `backend.launch`")
-def no_launch(ctx: CheckContext) -> Iterator[Finding]:
-    """`launch` of a backend whose kind has no launcher. What one installation corrects is one finding."""
-    fixes: set[str] = set()
-    for path, backend in backends_of(ctx.spec).items():
-        if isinstance(backend, ServersSpec) and backend.launch is not None:
-            from engine.backends.servers.launched import no_launcher  # the check of another spec imports no backend
-
-            fix = no_launcher(backend.kind)
-            if fix is not None and fix not in fixes:
-                fixes.add(fix)
-                yield Finding(
-                    f"nothing is installed that starts `{backend.kind}` servers", (*path, "launch"), fix, key=True
-                )
 
 
 def _sampled(ctx: CheckContext) -> Iterator[tuple[BackendBase, SamplingParams, DataPath]]:

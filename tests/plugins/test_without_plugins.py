@@ -75,8 +75,8 @@ FURTHER: dict[str, list[Spec]] = {
 """Plugin -> keys of further specs that name it in another way."""
 NAMED_WITH = {"launch": "sglang", "weights": "sglang"}
 """Plugin -> another one that its spec in `NAMING` names too, and that is missed first."""
-UNNAMED = {"learning_signal", "plots"}
-"""Plugins that only take part in what happens anyway."""
+UNNAMED = {"learning_signal", "plots", "servers"}
+"""Plugins that only take part in what happens anyway, or that only others need."""
 IMPORTS = "engine.plugins.{}"
 
 

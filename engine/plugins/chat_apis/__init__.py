@@ -13,6 +13,7 @@ from engine.plugin import Plugin, Section
 PLUGIN = Plugin(
     name="chat_apis",
     about="Backends `openai` and `anthropic`, and limits on their cost",
+    needs=("servers",),
     sections=(
         Section(
             owner="rollout",

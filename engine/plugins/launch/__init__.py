@@ -9,6 +9,7 @@ from engine.plugin import Plugin
 PLUGIN = Plugin(
     name="launch",
     about="Starts SGLang and vLLM servers for a run",
+    needs=("servers",),
     launchers={
         "sglang": "engine.plugins.launch.commands:launch_sglang",
         "vllm": "engine.plugins.launch.commands:launch_vllm",

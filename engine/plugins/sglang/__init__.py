@@ -13,5 +13,6 @@ from engine.plugin import Plugin
 PLUGIN = Plugin(
     name="sglang",
     about="SGLang servers as the backend of a policy",
+    needs=("servers",),
     backends={"sglang": "engine.plugins.sglang.spec:SGLangBackendSpec"},
 )

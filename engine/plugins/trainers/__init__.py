@@ -7,7 +7,7 @@ from engine.plugin import Plugin
 PLUGIN = Plugin(
     name="trainers",
     about="Other trainers: TRL, verl, slime, SkyRL and AReaL train on the engine's episodes",
-    needs=("local", "sglang"),
+    needs=("local", "servers", "sglang"),
     trainers={
         "trl": "engine.plugins.trainers.capabilities:TRL",
         "verl": "engine.plugins.trainers.capabilities:VERL",

@@ -10,5 +10,6 @@ from engine.plugin import Plugin
 PLUGIN = Plugin(
     name="vllm",
     about="vLLM servers as the backend of a policy",
+    needs=("servers",),
     backends={"vllm": "engine.plugins.vllm.spec:VLLMBackendSpec"},
 )

@@ -14,7 +14,7 @@ from engine.plugin import Plugin
 PLUGIN = Plugin(
     name="weights",
     about="Sends the weights of a training to servers",
-    needs=("sglang",),
+    needs=("servers", "sglang"),
     weight_syncs={"sglang": "engine.plugins.weights.sync_sglang:open_sglang_sync"},
     rules=("engine.plugins.weights.rules",),
     hooks={"lend_memory": "engine.plugins.weights.colocation:lend_memory"},
