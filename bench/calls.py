@@ -90,8 +90,11 @@ PROMISES: list[tuple[str, tuple[str, ...]]] = [
     ("parsing of the reply", ("engine/tokens/replies", "engine/tokens/toolcalls/")),
     ("ids from text and back", ("engine/tokens/",)),
     ("ledger and rules", ("engine/rewards/",)),
-    ("HTTP", ("engine/backends/http/",)),
-    ("request, reply, servers", ("engine/backends/", "engine/schemas/generation.py", "schemas/generation.py")),
+    ("HTTP", ("engine/plugins/servers/http/",)),
+    (
+        "request, reply, servers",
+        ("engine/backends/", "engine/plugins/servers/", "engine/schemas/generation.py", "schemas/generation.py"),
+    ),
     ("runner, live display", ("engine/runner/", "engine/cli/")),
     ("building records", ("<string>", "engine/schemas/", "schemas/")),
 ]

@@ -22,9 +22,9 @@ from typing import Any
 
 import httptools
 
-from engine.backends.http.client import Connection, HttpClient
-from engine.backends.http.framing import MAX_BODY, MAX_HEAD, MAX_INTERIM, ReplyReader
-from engine.backends.http.reply import MalformedReply
+from engine.plugins.servers.http.client import Connection, HttpClient
+from engine.plugins.servers.http.framing import MAX_BODY, MAX_HEAD, MAX_INTERIM, ReplyReader
+from engine.plugins.servers.http.reply import MalformedReply
 
 
 class HttptoolsReader:

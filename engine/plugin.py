@@ -101,7 +101,7 @@ class Plugin:
     models: Entries = field(default_factory=dict)
     """Name of a model that is made locally -> its `engine.tokens.catalogue:MadeEntry`."""
     launchers: Entries = field(default_factory=dict)
-    """`backend.kind` -> function that makes the servers of `backend.launch`: see `engine.backends.servers.launched`."""
+    """`backend.kind` -> function that makes the servers of `backend.launch`: see `engine.plugins.servers.launched`."""
     losses: Entries = field(default_factory=dict)
     """`train.loss.kind` -> its config class, a `Loss`."""
     credits: Entries = field(default_factory=dict)

@@ -14,7 +14,7 @@ import pytest
 import engine
 
 ROOT = Path(engine.__file__).parent
-RUNTIMES = ("backends.servers", "backends.http", "backends.scripted", "plugins.sglang")
+RUNTIMES = ("plugins.servers.backend", "plugins.servers.http", "backends.scripted", "plugins.sglang")
 """What drives a model."""
 
 

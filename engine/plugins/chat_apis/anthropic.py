@@ -16,11 +16,11 @@ from typing import Any
 
 import msgspec
 
-from engine.backends.http.reply import HttpReply, refusal
 from engine.errors import BackendError
 from engine.plugins.chat_apis.backend import ApiAnswer, ApiBackend, UnusableReplyError
 from engine.plugins.chat_apis.budget import Usage
 from engine.plugins.chat_apis.spec import AnthropicBackendSpec
+from engine.plugins.servers.http.reply import HttpReply, refusal
 from engine.schemas.generation import FinishReason, GenerateRequest, SamplingParams
 from engine.schemas.message import Message, TextPart
 

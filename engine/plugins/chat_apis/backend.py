@@ -24,8 +24,6 @@ import numpy as np
 import structlog
 
 from engine.backends.backend import Backend
-from engine.backends.http.client import HttpClient, key_headers, read_key
-from engine.backends.http.reply import UNAVAILABLE, HttpFailure, HttpReply, refusal
 from engine.backends.outage import Outage, Tries
 from engine.backends.registry import refuse_parameters
 from engine.deadline import Deadlines
@@ -33,6 +31,8 @@ from engine.errors import BackendError, OutageError
 from engine.plugins.chat_apis.budget import Budget, Usage
 from engine.plugins.chat_apis.pace import Pace
 from engine.plugins.chat_apis.spec import ApiBackendSpec
+from engine.plugins.servers.http.client import HttpClient, key_headers, read_key
+from engine.plugins.servers.http.reply import UNAVAILABLE, HttpFailure, HttpReply, refusal
 from engine.schemas.generation import FinishReason, GenerateRequest, Generation
 from engine.schemas.message import MalformedCall, Message, ToolCall
 from engine.tokens.images import DIGEST

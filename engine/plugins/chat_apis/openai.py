@@ -7,10 +7,10 @@ from typing import Any
 
 import msgspec
 
-from engine.backends.http.reply import HttpReply
 from engine.plugins.chat_apis.backend import ApiAnswer, ApiBackend, UnusableReplyError
 from engine.plugins.chat_apis.budget import Usage
 from engine.plugins.chat_apis.spec import OpenAIBackendSpec
+from engine.plugins.servers.http.reply import HttpReply
 from engine.schemas.generation import FinishReason, GenerateRequest, SamplingParams
 from engine.schemas.message import Message, TextPart
 

@@ -16,7 +16,7 @@ def no_launch(ctx: CheckContext) -> Iterator[Finding]:
     fixes: set[str] = set()
     for path, backend in backends_of(ctx.spec).items():
         if isinstance(backend, ServersSpec) and backend.launch is not None:
-            from engine.backends.servers.launched import no_launcher  # the check of another spec imports no backend
+            from engine.plugins.servers.launched import no_launcher  # the check of another spec imports no backend
 
             fix = no_launcher(backend.kind)
             if fix is not None and fix not in fixes:

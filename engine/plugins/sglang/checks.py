@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
-from engine.backends.http.reply import HttpReply, error_text
-from engine.backends.servers.checks import ask
-from engine.backends.servers.pool import Server
 from engine.errors import BackendError, OutageError
+from engine.plugins.servers.checks import ask
+from engine.plugins.servers.http.reply import HttpReply, error_text
+from engine.plugins.servers.pool import Server
 from engine.plugins.sglang.wire import SGLANG
 from engine.schemas.generation import SamplingParams
 

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, Self
 import structlog
 from msgspec.structs import asdict
 
-from engine.backends.servers.checks import CheckedServers
-from engine.backends.servers.pool import Server
-from engine.backends.servers.sessions import Sessions
 from engine.backends.weights import ServerWeights
 from engine.errors import BackendError
+from engine.plugins.servers.checks import CheckedServers
+from engine.plugins.servers.pool import Server
+from engine.plugins.servers.sessions import Sessions
 from engine.plugins.sglang.checks import EXPERTS_FLAG, ask_worker, dropped_by, workers_of
 from engine.plugins.sglang.control import Control, FollowedWeights
 from engine.plugins.sglang.routing import layout_of
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
     from pathlib import Path
 
-    from engine.backends.servers.checks import ServerFacts
+    from engine.plugins.servers.checks import ServerFacts
     from engine.plugins.sglang.sample_prompt import ServerDifference
     from engine.spec.load import LoadedSpec
     from engine.tokens.image_bank import ImageBank

@@ -17,9 +17,9 @@ from typing import Any, Literal
 
 import structlog
 
-from engine.backends.servers.pool import Pool, Server
 from engine.backends.weights import GivenWeights, ServerWeights
 from engine.errors import BackendError
+from engine.plugins.servers.pool import Pool, Server
 from engine.schemas.base import Struct
 
 log = structlog.get_logger(__name__)

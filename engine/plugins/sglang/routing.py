@@ -18,8 +18,8 @@ from pathlib import Path
 
 import numpy as np
 
-from engine.backends.servers.wire import EncodedRequest, ReplyError
 from engine.errors import BackendError
+from engine.plugins.servers.wire import EncodedRequest, ReplyError
 from engine.schemas.experts import expert_dtype
 from engine.tokens.experts import ExpertLayout, expert_layout
 

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from engine.backends.http.reply import error_text
-from engine.backends.servers.pool import ImageFacts, Server
 from engine.errors import BackendError
+from engine.plugins.servers.http.reply import error_text
+from engine.plugins.servers.pool import ImageFacts, Server
 from engine.plugins.sglang.wire import HASHED_BY_SERVER
 from engine.schemas.base import Struct
 from engine.schemas.message import ImagePart, Message, TextPart
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
     from pathlib import Path
 
-    from engine.backends.http.reply import HttpReply
+    from engine.plugins.servers.http.reply import HttpReply
     from engine.tokens.tape import IntVector
     from engine.tokens.template import ChatTemplate
     from engine.tokens.vision import Vision

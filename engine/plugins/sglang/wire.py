@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from engine.backends.servers.dialect import Dialect, ReplyFields
-from engine.backends.servers.wire import EncodedRequest, ReplyError, RequestEncoder, text_of
 from engine.errors import BackendError
+from engine.plugins.servers.dialect import Dialect, ReplyFields
+from engine.plugins.servers.wire import EncodedRequest, ReplyError, RequestEncoder, text_of
 from engine.plugins.sglang.routing import routed_experts
 from engine.schemas.generation import GenerateRequest, VersionSpan
 

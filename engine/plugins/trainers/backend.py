@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from engine.backends.backend import Backend
-from engine.backends.servers.wire import ReplyError
 from engine.errors import BackendError, ContextOverflow, EngineError
+from engine.plugins.servers.wire import ReplyError
 from engine.plugins.sglang.routing import checked_experts
 from engine.schemas.generation import FinishReason, Generation, VersionSpan
 

@@ -15,17 +15,17 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from engine.backends.http.reply import error_text
-from engine.backends.servers.checks import CheckedServers, ask
-from engine.backends.servers.wire import ReplyError, RequestEncoder, read_reply
 from engine.errors import BackendError
+from engine.plugins.servers.checks import CheckedServers, ask
+from engine.plugins.servers.http.reply import error_text
+from engine.plugins.servers.wire import ReplyError, RequestEncoder, read_reply
 from engine.plugins.vllm.spec import VLLMBackendSpec
 from engine.plugins.vllm.wire import VLLM
 from engine.schemas.backend import changes_distribution, cuts_distribution
 from engine.schemas.generation import GenerateRequest, SamplingParams
 
 if TYPE_CHECKING:
-    from engine.backends.servers.pool import Server
+    from engine.plugins.servers.pool import Server
     from engine.spec.load import LoadedSpec
     from engine.tokens.template import ChatTemplate
 

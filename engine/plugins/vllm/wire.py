@@ -10,8 +10,8 @@ import re
 
 import msgspec
 
-from engine.backends.servers.dialect import Dialect, ReplyFields
-from engine.backends.servers.wire import EncodedRequest
+from engine.plugins.servers.dialect import Dialect, ReplyFields
+from engine.plugins.servers.wire import EncodedRequest
 
 _TOKEN = "token_id:"
 

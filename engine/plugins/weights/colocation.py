@@ -22,8 +22,8 @@ import msgspec
 import structlog
 import torch
 
-from engine.backends.servers.pool import Pool, Server
 from engine.errors import BackendError
+from engine.plugins.servers.pool import Pool, Server
 from engine.plugins.sglang.client import SGLangBackend
 from engine.plugins.sglang.control import KeptMemory
 from engine.train.sync import LentMemory

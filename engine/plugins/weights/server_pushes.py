@@ -25,7 +25,7 @@ from engine.plugins.sglang.control import UPDATE_SECONDS
 from engine.train.files import tensor_facts
 
 if TYPE_CHECKING:
-    from engine.backends.servers.pool import Server
+    from engine.plugins.servers.pool import Server
     from engine.plugins.sglang.client import SGLangBackend
     from engine.plugins.sglang.control import Load, LoadAll, PauseMode
     from engine.train.policy import Policy

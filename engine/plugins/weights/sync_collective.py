@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from engine.backends.servers.pool import Server
+    from engine.plugins.servers.pool import Server
     from engine.plugins.sglang.client import SGLangBackend
     from engine.train.policy import Policy
 

@@ -40,7 +40,7 @@ from engine.plugins.weights.sync_collective import CollectiveSync
 from engine.train.sync import Pushed, tensor_bytes
 
 if TYPE_CHECKING:
-    from engine.backends.servers.pool import Server
+    from engine.plugins.servers.pool import Server
     from engine.schemas.backend import LaunchSpec
     from engine.schemas.episode import EpisodeSpec
     from engine.train.policy import Policy

@@ -16,9 +16,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.backends.http.client import HttpCall, HttpClient
-from engine.backends.http.framing import ChunkedBody
-from engine.backends.http.reply import HttpFailure, HttpReply, MalformedReply
+from engine.plugins.servers.http.client import HttpCall, HttpClient
+from engine.plugins.servers.http.framing import ChunkedBody
+from engine.plugins.servers.http.reply import HttpFailure, HttpReply, MalformedReply
 
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], object]
 

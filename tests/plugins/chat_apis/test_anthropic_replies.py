@@ -13,10 +13,10 @@ from anthropic_kit import HIDDEN, body, is_valid, never_asked, reply, result, se
 from api_server import THOUGHT
 from test_openai import TOOL, request
 
-from engine.backends.http.reply import HttpReply
 from engine.errors import BackendError, ContextOverflow
 from engine.plugins.chat_apis.anthropic import AnthropicBackend
 from engine.plugins.chat_apis.pace import Pace
+from engine.plugins.servers.http.reply import HttpReply
 from engine.schemas.generation import FinishReason
 from engine.schemas.message import MalformedCall, Message, ToolCall
 from engine.tokens.template import ChatTemplate

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from written_specs import save_spec, scripted_spec
 
-from engine.backends.servers.launched import launched_servers
 from engine.errors import BackendError
 from engine.known_plugins import KNOWN
 from engine.plugin import installed
 from engine.plugins.launch.servers import ServerProcesses
+from engine.plugins.servers.launched import launched_servers
 from engine.schemas.backend import ServersSpec
 from engine.schemas.sections import used_plugins
 from engine.spec.load import LoadedSpec, load_spec

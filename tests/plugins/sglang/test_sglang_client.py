@@ -154,7 +154,7 @@ async def test_a_cancelled_request_is_stopped_on_the_server(chat_format: ChatTem
 async def test_closing_leaves_no_abort_behind_that_nobody_answers(
     chat_format: ChatTemplate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.backends.servers.backend.ABORT_SECONDS", 0.05)
+    monkeypatch.setattr("engine.plugins.servers.backend.ABORT_SECONDS", 0.05)
     async with cluster(chat_format) as it:
         it.fake.latency = 30
         task = asyncio.create_task(it.backend.generate(request()))

@@ -15,11 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sglang_cluster import OUTPUT, Call, answers, changed, cluster
 
-from engine.backends.http import framing
-from engine.backends.http.client import HttpClient
-from engine.backends.http.framing import HELD, MAX_INTERIM
-from engine.backends.http.reply import HttpFailure, MalformedReply, retry_seconds
 from engine.errors import BackendError
+from engine.plugins.servers.http import framing
+from engine.plugins.servers.http.client import HttpClient
+from engine.plugins.servers.http.framing import HELD, MAX_INTERIM
+from engine.plugins.servers.http.reply import HttpFailure, MalformedReply, retry_seconds
 from engine.tokens.template import ChatTemplate
 
 pytestmark = pytest.mark.usefixtures("short_pauses")

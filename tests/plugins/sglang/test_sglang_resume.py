@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from engine.backends.servers.wire import ReplyPart, can_resume, clean_cut, cut, join
+from engine.plugins.servers.wire import ReplyPart, can_resume, clean_cut, cut, join
 from engine.schemas.generation import FinishReason, SamplingParams, VersionSpan
 
 STOP = FinishReason(type="stop", matched=2)

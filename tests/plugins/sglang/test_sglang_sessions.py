@@ -20,8 +20,8 @@ from sglang_cluster import OUTPUT, Cluster, changed, cluster
 from test_expert_routing import LAYOUT, experts
 from vision_code import FIRST, SECOND
 
-from engine.backends.servers import sessions
 from engine.errors import BackendError
+from engine.plugins.servers import sessions
 from engine.plugins.sglang.spec import SGLangBackendSpec
 from engine.schemas.model import ModelSpec
 from engine.tokens.images import digest_of

@@ -12,9 +12,9 @@ from generate_requests import generate_request
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.backends.servers import wire
-from engine.backends.servers.wire import EncodedRequest, PromptMismatch, ReplyError, read_reply
 from engine.errors import BackendError
+from engine.plugins.servers import wire
+from engine.plugins.servers.wire import EncodedRequest, PromptMismatch, ReplyError, read_reply
 from engine.plugins.sglang.wire import SGLANG, Encoder, version_number
 from engine.schemas.generation import FinishReason, GenerateRequest, SamplingParams, VersionSpan
 from engine.tokens.tape import Tape

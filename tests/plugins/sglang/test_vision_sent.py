@@ -17,9 +17,9 @@ from slow_cases import slow_but
 from vision_code import GEO3K, pil
 from vision_kit import square
 
-from engine.backends.http.reply import HttpReply
-from engine.backends.servers.pool import ImageFacts, Server
 from engine.errors import BackendError, ImageError
+from engine.plugins.servers.http.reply import HttpReply
+from engine.plugins.servers.pool import ImageFacts, Server
 from engine.plugins.sglang.client import SGLangBackend
 from engine.plugins.sglang.sample_prompt import check_images
 from engine.plugins.sglang.spec import SGLangBackendSpec

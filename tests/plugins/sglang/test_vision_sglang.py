@@ -21,8 +21,8 @@ from test_policy_vision import open_policy
 from test_vision_wire import request
 from vision_code import FIRST, MACHINE, SECOND, THIRD
 
-from engine.backends.servers import sessions
-from engine.backends.servers.wire import EncodedRequest
+from engine.plugins.servers import sessions
+from engine.plugins.servers.wire import EncodedRequest
 from engine.plugins.sglang.client import SGLangBackend
 from engine.plugins.sglang.spec import SGLangBackendSpec
 from engine.plugins.sglang.wire import Encoder

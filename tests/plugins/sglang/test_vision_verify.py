@@ -14,9 +14,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from vision_code import pil
 
-from engine.backends.http.reply import HttpReply
-from engine.backends.servers.pool import Server
 from engine.errors import BackendError
+from engine.plugins.servers.http.reply import HttpReply
+from engine.plugins.servers.pool import Server
 from engine.plugins.sglang.sample_prompt import verify_servers
 from engine.schemas.model import ModelSpec
 from engine.tokens.loading import load_format

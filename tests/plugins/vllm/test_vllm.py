@@ -17,9 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm_server import EOS, VOCAB, Fault, VLLMServer, log_softmax, reply
 
-from engine.backends.servers.wire import EncodedRequest, RequestEncoder
 from engine.errors import BackendError, ContextOverflow, OutageError
 from engine.plugins.launch.commands import vllm_servers
+from engine.plugins.servers.wire import EncodedRequest, RequestEncoder
 from engine.plugins.vllm.client import VLLMBackend
 from engine.plugins.vllm.spec import VLLMBackendSpec
 from engine.plugins.vllm.wire import VLLM

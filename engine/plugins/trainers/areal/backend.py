@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from engine.backends.servers.pool import Server
 from engine.errors import BackendError
+from engine.plugins.servers.pool import Server
 from engine.plugins.sglang.checks import ask_worker
 from engine.plugins.sglang.sample_prompt import check_images, refuse_family, sample_prompt
 from engine.plugins.trainers.backend import TrainerBackend, TrainerReply, given

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from generate_requests import generate_request
 
-from engine.backends.servers import sessions
 from engine.errors import BackendError
 from engine.plugins.local.spec import LocalBackendSpec
+from engine.plugins.servers import sessions
 from engine.plugins.sglang.client import SGLangBackend
 from engine.plugins.sglang.spec import SGLangBackendSpec
 from engine.schemas.generation import FinishReason, GenerateRequest, SamplingParams

@@ -12,9 +12,9 @@ from command_line import trajectories_of
 from trainings import begin_training
 from written_specs import TALKS_ON_WHEN_CUT, listener_spec, save_spec
 
-from engine.backends.servers.pool import Server
 from engine.errors import OutageError, TrainError
 from engine.plugins.roles.models import RoleModel, RoleReply
+from engine.plugins.servers.pool import Server
 from engine.schemas.generation import GenerateRequest, Generation, SamplingParams
 from engine.schemas.message import Message
 from engine.spec.load import load_spec

@@ -32,8 +32,8 @@ from engine.schemas.generation import FinishReason, GenerateRequest, Generation,
 from engine.tokens.experts import ExpertLayout
 
 if TYPE_CHECKING:
-    from engine.backends.servers.dialect import Dialect
-    from engine.backends.servers.sessions import Session
+    from engine.plugins.servers.dialect import Dialect
+    from engine.plugins.servers.sessions import Session
 
 _FINISHES = ("stop", "length", "abort")
 _META_BYTES = 1 << 20

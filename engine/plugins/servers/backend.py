@@ -18,24 +18,24 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import structlog
 
 from engine.backends.backend import Backend
-from engine.backends.http.client import key_headers
 from engine.backends.outage import Tries
-from engine.backends.servers.pool import Pool, Server
-from engine.backends.servers.reply_call import ReplyCall
-from engine.backends.servers.wire import RequestEncoder
 from engine.backends.slots import Slots
 from engine.backends.weights import GivenWeights
 from engine.deadline import Deadlines
 from engine.errors import BackendError, ContextOverflow
+from engine.plugins.servers.http.client import key_headers
+from engine.plugins.servers.pool import Pool, Server
+from engine.plugins.servers.reply_call import ReplyCall
+from engine.plugins.servers.wire import RequestEncoder
 from engine.schemas.generation import GenerateRequest, Generation, SamplingParams
 
 if TYPE_CHECKING:
     from engine.backends.outage import Outage
-    from engine.backends.servers.dialect import Dialect
-    from engine.backends.servers.launched import LaunchedServers
-    from engine.backends.servers.sessions import Sessions
-    from engine.backends.servers.wire import ReplyPart
     from engine.backends.weights import PolicyAdapter
+    from engine.plugins.servers.dialect import Dialect
+    from engine.plugins.servers.launched import LaunchedServers
+    from engine.plugins.servers.sessions import Sessions
+    from engine.plugins.servers.wire import ReplyPart
     from engine.schemas.backend import ServersSpec
     from engine.tokens.experts import ExpertLayout
     from engine.tokens.template import ChatTemplate

@@ -17,10 +17,10 @@ from itertools import groupby
 from typing import Any, cast
 from urllib.parse import urlsplit
 
-from engine.backends.http.framing import MAX_BODY, KnownHeads, ReplyReader
-from engine.backends.http.reply import HttpFailure, HttpReply, MalformedReply, retry_seconds
 from engine.errors import BackendError
 from engine.masking import remember
+from engine.plugins.servers.http.framing import MAX_BODY, KnownHeads, ReplyReader
+from engine.plugins.servers.http.reply import HttpFailure, HttpReply, MalformedReply, retry_seconds
 
 _READ_BYTES = 256 * 1024
 """Bytes that are read at once."""

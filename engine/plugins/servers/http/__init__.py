@@ -3,5 +3,4 @@
 client.py   requests to one server, over connections that stay open; API keys
 framing.py  where a reply ends
 reply.py    a reply, what can go wrong with one, `Retry-After`; replies that refuse a request, as typed errors
-outage.py   failed tries and the pauses between them; requests wait while no server can be reached
 """

@@ -12,13 +12,13 @@ import msgspec
 import numpy as np
 import structlog
 
-from engine.backends.http.client import key_headers, read_key
-from engine.backends.http.reply import HttpFailure, HttpReply, error_text
-from engine.backends.servers.backend import ServersBackend
-from engine.backends.servers.launched import launched_servers
-from engine.backends.servers.pool import Server
-from engine.backends.servers.wire import ReplyError, RequestEncoder, read_reply
 from engine.errors import BackendError, OutageError
+from engine.plugins.servers.backend import ServersBackend
+from engine.plugins.servers.http.client import key_headers, read_key
+from engine.plugins.servers.http.reply import HttpFailure, HttpReply, error_text
+from engine.plugins.servers.launched import launched_servers
+from engine.plugins.servers.pool import Server
+from engine.plugins.servers.wire import ReplyError, RequestEncoder, read_reply
 from engine.schemas.base import Struct
 from engine.schemas.generation import GenerateRequest, SamplingParams
 

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import structlog
 
-from engine.backends.servers.wire import begins_with
 from engine.errors import BackendError
+from engine.plugins.servers.wire import begins_with
 
 if TYPE_CHECKING:
-    from engine.backends.servers.pool import Server
-    from engine.backends.servers.wire import EncodedRequest
+    from engine.plugins.servers.pool import Server
+    from engine.plugins.servers.wire import EncodedRequest
     from engine.schemas.generation import GenerateRequest
 
 log = structlog.get_logger(__name__)

@@ -16,7 +16,7 @@ from engine.schemas.base import Struct
 from engine.schemas.generation import SamplingParams, VersionSpan
 
 if TYPE_CHECKING:
-    from engine.backends.servers.wire import EncodedRequest
+    from engine.plugins.servers.wire import EncodedRequest
 
 
 class ReplyFields(msgspec.Struct, frozen=True):

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 from msgspec.structs import replace
 
-from engine.backends.http.client import HttpCall
-from engine.backends.http.reply import HttpFailure, HttpReply, refusal
-from engine.backends.servers.wire import (
+from engine.errors import BackendError
+from engine.plugins.servers.http.client import HttpCall
+from engine.plugins.servers.http.reply import HttpFailure, HttpReply, refusal
+from engine.plugins.servers.wire import (
     PromptMismatch,
     ReplyError,
     ReplyPart,
@@ -28,14 +29,13 @@ from engine.backends.servers.wire import (
     join,
     read_reply,
 )
-from engine.errors import BackendError
 from engine.schemas.generation import FinishReason, VersionSpan
 
 if TYPE_CHECKING:
     from engine.backends.outage import Tries
-    from engine.backends.servers.backend import ServersBackend
-    from engine.backends.servers.pool import Server
     from engine.backends.slots import Slots
+    from engine.plugins.servers.backend import ServersBackend
+    from engine.plugins.servers.pool import Server
     from engine.schemas.generation import GenerateRequest, Generation
 
 INTERRUPTIONS = 32

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 
-from engine.backends.http.reply import MalformedReply
+from engine.plugins.servers.http.reply import MalformedReply
 
 MAX_HEAD = 64 * 1024
 """Maximum size of a reply's status line and headers, in bytes."""

@@ -20,10 +20,10 @@ from typing import Any
 import msgspec
 import structlog
 
-from engine.backends.http.client import HttpClient
-from engine.backends.http.reply import UNAVAILABLE, HttpFailure, error_text
 from engine.backends.outage import Outage, growing_pause
 from engine.errors import BackendError
+from engine.plugins.servers.http.client import HttpClient
+from engine.plugins.servers.http.reply import UNAVAILABLE, HttpFailure, error_text
 from engine.schemas.base import Struct
 
 log = structlog.get_logger(__name__)
