@@ -3,18 +3,15 @@
     EngineError
     ├── SpecError            a spec cannot be loaded or is invalid; carries every diagnostic
     ├── RenderError          messages cannot become tokens (or tokens messages) for this model
-    │   └── BridgeError      no exact continuation of the tape exists
     ├── ImageError           an image cannot be shown to the model, or placeholders do not match the images
     ├── LedgerError          a reward event cannot be carried out
     ├── GuardError           a guard or a rule's `when` failed on real values
     ├── BackendError         a backend did not answer; `retryable` says whether a retry may succeed
     │   ├── ContextOverflow  the prompt and the reply exceed the model's context: a limit, not an error
     │   └── OutageError      no server is reachable: the run stops, and no episode fails because of it
-    ├── DeviceError          the spec names a device that torch does not have
     ├── SpecCodeError        code that the spec names raised an error, did not answer in time, or gave an invalid answer
     ├── AdapterError         an adapter's library is missing, or answered in another form than it documents
     ├── StoreError           a run cannot be read or written
-    │   └── DroppedError     the content of an episode was dropped from its run to save space
     ├── VariableError        an environment variable has a value that cannot be used
     ├── ReplayError          replaying a journal gives other transitions than it records
     ├── FailingError         the first episodes of a run all failed in the same way: the run stops
@@ -37,7 +34,13 @@ if TYPE_CHECKING:
 
 
 class EngineError(Exception):
-    """Base class of all of them. `kind` and `blame` become those of the failure."""
+    """Base class of all of them.
+
+    Args:
+        message: What happened and what to do about it.
+        kind: The kind of the failure. Default: the class's.
+        blame: Who caused it. Default: the class's.
+    """
 
     kind: str = "engine_error"
     blame: Blame = "engine"
@@ -47,6 +50,11 @@ class EngineError(Exception):
     """With `stops_run`: the other episodes are not cancelled, because each stops by itself before its next request."""
     resume_words: str = ""
     """With `stops_run`: what the command that resumes the run must say in addition, after a space."""
+
+    def __init__(self, message: str, *, kind: str | None = None, blame: Blame | None = None) -> None:
+        self.kind = kind or self.kind
+        self.blame = blame or self.blame
+        super().__init__(message)
 
     def __reduce__(self) -> Any:
         return _restored, (type(self), self.args, self.__dict__)  # pickle would call `__init__` with the message alone
@@ -71,16 +79,10 @@ class SpecError(EngineError):
 
 
 class RenderError(EngineError):
-    """Messages cannot become this model's tokens."""
+    """Messages cannot become this model's tokens. Kind `bridge_error`: no exact continuation of the tape exists."""
 
     kind = "render_error"
     blame: Blame = "spec"
-
-
-class BridgeError(RenderError):
-    """No exact continuation of the tape exists."""
-
-    kind = "bridge_error"
 
 
 class ImageError(EngineError):
@@ -91,20 +93,14 @@ class ImageError(EngineError):
     `image_mismatch` (placeholders do not match the images), `image_missing` (the run store does not have it).
     """
 
-    def __init__(self, message: str, *, kind: str, blame: Blame = "environment") -> None:
-        self.kind = kind
-        self.blame = blame
-        super().__init__(message)
+    blame: Blame = "environment"
 
 
 class LedgerError(EngineError):
     """A reward event cannot be carried out."""
 
     kind = "ledger_error"
-
-    def __init__(self, message: str, *, blame: Blame = "spec") -> None:
-        self.blame = blame
-        super().__init__(message)
+    blame: Blame = "spec"
 
 
 class GuardError(EngineError):
@@ -117,13 +113,14 @@ class GuardError(EngineError):
 class BackendError(EngineError):
     """A backend gave no answer or an invalid one."""
 
+    kind = "backend_error"
     blame: Blame = "backend"
 
     def __init__(
         self,
         message: str,
         *,
-        kind: str = "backend_error",
+        kind: str | None = None,
         retryable: bool = False,
         refused: bool = False,
         retry_after: float | None = None,
@@ -136,18 +133,16 @@ class BackendError(EngineError):
             refused: no server processed the request, so it does not count as a try; it may be sent again later.
             retry_after: seconds after which the server asks for a retry.
         """
-        self.kind = kind
+        super().__init__(message, kind=kind)
         self.retryable = retryable
         self.refused = refused
         self.retry_after = retry_after
-        super().__init__(message)
 
 
 class ContextOverflow(BackendError):
     """The prompt and the reply do not fit the model's context."""
 
-    def __init__(self, message: str) -> None:
-        super().__init__(message, kind="context_overflow")
+    kind = "context_overflow"
 
 
 class OutageError(BackendError):
@@ -155,13 +150,6 @@ class OutageError(BackendError):
     (kind `outage`)."""
 
     stops_run = True
-
-
-class DeviceError(EngineError):
-    """`backend.device` or `train.device` names a device that torch does not have."""
-
-    kind = "no_device"
-    blame: Blame = "spec"
 
 
 class FailingError(EngineError):
@@ -180,10 +168,8 @@ class SpecCodeError(EngineError):
     answer."""
 
     def __init__(self, message: str, *, blame: Blame, kind: str, trace: str | None = None) -> None:
-        self.blame = blame
-        self.kind = kind
+        super().__init__(message, kind=kind, blame=blame)
         self.trace = trace
-        super().__init__(message)
 
 
 class AdapterError(EngineError):
@@ -194,15 +180,9 @@ class AdapterError(EngineError):
 
 
 class StoreError(EngineError):
-    """A run cannot be read or written."""
+    """A run cannot be read or written. Kind `dropped`: an episode's content was dropped from it to save space."""
 
     kind = "store_error"
-
-
-class DroppedError(StoreError):
-    """The content of an episode was dropped from its run to save space."""
-
-    kind = "dropped"
 
 
 class ReplayError(EngineError):
@@ -226,9 +206,7 @@ class TrainError(EngineError):
     another trainer), `untrainable` (another trainer asked for an episode that cannot be trained on).
     """
 
-    def __init__(self, message: str, *, kind: str) -> None:
-        self.kind = kind
-        super().__init__(message)
+    kind = "train_setup"
 
 
 def first_of(several: BaseExceptionGroup[BaseException]) -> BaseException:

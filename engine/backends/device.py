@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from engine.errors import DeviceError
+from engine.errors import EngineError
 
 
 def pick_device(name: str, key: str) -> torch.device:
@@ -15,14 +15,16 @@ def pick_device(name: str, key: str) -> torch.device:
         key: The key of the spec that holds the name, for the message.
 
     Raises:
-        DeviceError: not the name of a device, or a CUDA device where torch finds none.
+        EngineError: not the name of a device, or a CUDA device where torch finds none.
     """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise DeviceError(f"`{key}: {name}` is not a device; write auto, cpu, cuda or cuda:1") from error
+        message = f"`{key}: {name}` is not a device; write auto, cpu, cuda or cuda:1"
+        raise EngineError(message, kind="no_device", blame="spec") from error
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise DeviceError(f"`{key}: {name}`, but torch finds no CUDA device; write cpu or auto")
+        message = f"`{key}: {name}`, but torch finds no CUDA device; write cpu or auto"
+        raise EngineError(message, kind="no_device", blame="spec")
     return device

@@ -27,13 +27,6 @@ _REFERENCES = ("sha256:", "data:", "file:", "http:", "https:")
 """Image references that are no paths."""
 
 
-class TemplateError(EngineError):
-    """A template names a field that is not there."""
-
-    kind = "template_error"
-    blame = "spec"
-
-
 def fields_of(template: str) -> list[str]:
     """The fields that a template names, each once, in order of first use."""
     names = (match[2].strip() for match in _FIELD.finditer(template, 0, _end(template)) if not match[1])
@@ -47,7 +40,7 @@ def fill(template: str, fields: Mapping[str, Any]) -> str:
     field is itself called `a.b`.
 
     Raises:
-        TemplateError: a field is not there; the nearest one that is there is named.
+        EngineError: a field is not there; the nearest one that is there is named.
     """
     return fill_spans(template, fields)[0]
 
@@ -56,7 +49,7 @@ def fill_spans(template: str, fields: Mapping[str, Any]) -> tuple[str, list[tupl
     """`fill`, and the characters [start, end) of the result that the template itself wrote.
 
     Raises:
-        TemplateError: a field is not there.
+        EngineError: a field is not there.
     """
     pieces: list[str] = []
     spans: list[tuple[int, int]] = []
@@ -99,7 +92,7 @@ def fill_words(words: Words, fields: Mapping[str, Any], base: Path) -> list[Cont
     """What is said, as message parts: every `{{field}}` filled, an image's relative path taken from `base`.
 
     Raises:
-        TemplateError: a field is not there.
+        EngineError: a field is not there.
     """
     if isinstance(words, str):
         return [TextPart(text=fill(words, fields))]
@@ -158,5 +151,6 @@ def _value(match: re.Match[str], fields: Mapping[str, Any]) -> str:
     there, value = find(name, fields)
     if not there:
         hint = near_or_known(name, [str(field) for field in fields], what="fields")
-        raise TemplateError(f"the template names `{{{{{name}}}}}`, which is no field here; {hint}")
+        message = f"the template names `{{{{{name}}}}}`, which is no field here; {hint}"
+        raise EngineError(message, kind="template_error", blame="spec")
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)

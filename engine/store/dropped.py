@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from engine.errors import DroppedError
+from engine.errors import StoreError
 from engine.schemas.base import Struct
 from engine.store import database
 
@@ -135,15 +135,16 @@ def refuse_dropped(connection: sqlite3.Connection, number: int, episode_id: str)
     """Check that an episode has its content.
 
     Raises:
-        DroppedError: it was dropped.
+        StoreError: it was dropped.
     """
     if has_table(connection):
         dropped = connection.execute("SELECT at FROM dropped WHERE episode = ?", (number,)).fetchone()
         if dropped is not None:
             when = time.strftime("%Y-%m-%d %H:%M", time.localtime(dropped[0]))
-            raise DroppedError(
+            raise StoreError(
                 f"the content of {episode_id} was dropped on {when} to save space (`rollout.keep`, `engine compact`). "
-                "Its outcome, reward, turns and tokens are in the list of `engine show`"
+                "Its outcome, reward, turns and tokens are in the list of `engine show`",
+                kind="dropped",
             )
 
 

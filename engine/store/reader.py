@@ -199,7 +199,7 @@ class RunReader:
 
         Raises:
             StoreError: the run has no such episode.
-            DroppedError: its content was dropped.
+            StoreError: its content was dropped.
         """
         with self.snapshot() as connection:
             row = self._row(connection, episode_id)
@@ -237,7 +237,7 @@ class RunReader:
 
         Raises:
             StoreError: the run has no such episode or score, or the episode is not done.
-            DroppedError: its content was dropped.
+            StoreError: its content was dropped.
         """
         with self.snapshot() as connection:
             row = self._row(connection, episode_id)

@@ -3,7 +3,7 @@
 Invariant: the prompt that a reply is sampled from is the current tape, id for id; sampled ids are never decoded and
 encoded again, and each sampled token is on exactly one tape. After a reply, the next prompt continues the tape with a
 checked bridge. Where there is none, `history: branch` begins a tape with the thread as the template writes it now, and
-`history: keep` continues with the sampled tokens as they are, or raises `BridgeError`. A prompt that gets no reply is
+`history: keep` continues with the sampled tokens as they are, or raises `RenderError`. A prompt that gets no reply is
 removed (`take_back`), so the tapes depend on messages and samples only, and not on failed attempts.
 
     conversation = Conversation(template, tools=[], history="branch")
@@ -22,7 +22,7 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-from engine.errors import BackendError, BridgeError, RenderError
+from engine.errors import BackendError, RenderError
 from engine.schemas.generation import Generation
 from engine.schemas.message import MalformedCall, Message, ToolCall
 from engine.schemas.trajectory import Branch
@@ -296,7 +296,7 @@ class Conversation:
         Raises:
             RenderError: The template refuses these messages.
             ImageError: The template's image markers are not those of the messages' images.
-            BridgeError: `history: keep` is set, and the tape cannot be continued.
+            RenderError: `history: keep` is set, and the tape cannot be continued.
         """
         if self._prompt is not None:
             return self._prompt
@@ -361,7 +361,8 @@ class Conversation:
                 tape.append("closing", bridge.closing)
             tape.append("bridge", ids, images)
         elif keep:
-            raise BridgeError(f"the tape cannot go on exactly: {bridge}; set model.history: branch")
+            message = f"the tape cannot go on exactly: {bridge}; set model.history: branch"
+            raise RenderError(message, kind="bridge_error")
         else:
             self._begin(bridge)
 

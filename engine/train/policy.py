@@ -95,7 +95,7 @@ class Policy:
                 model.
 
         Raises:
-            DeviceError: torch does not have `train.device`.
+            EngineError: torch does not have `train.device`.
             TrainError: kind `train_setup`: the model cannot be trained, or all of it is frozen.
         """
 

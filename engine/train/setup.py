@@ -103,7 +103,7 @@ def with_precision(loaded: LoadedSpec, began: EpisodeSpec | None = None) -> Load
         began: The spec that the training began with, at a resume. Default: the training begins here, on this device.
 
     Raises:
-        DeviceError: torch does not have `train.device`.
+        EngineError: torch does not have `train.device`.
     """
     train = loaded.spec.train
     if train is None or train.precision != "auto":

@@ -108,7 +108,7 @@ class LocalBackend(Backend):
         """Load the model, and check that batching is exact for its architecture. Later calls do nothing.
 
         Raises:
-            DeviceError: torch does not have `backend.device`.
+            EngineError: torch does not have `backend.device`.
             BackendError: this backend cannot run the model.
         """
         if self._worker is not None:

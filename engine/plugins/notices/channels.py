@@ -31,7 +31,6 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 from engine.errors import EngineError
 from engine.logs import collected_logs
 from engine.masking import remember
-from engine.schemas.trajectory import Blame
 
 if TYPE_CHECKING:
     from engine.plugins.notices.spec import NotifySpec
@@ -43,13 +42,6 @@ DINGTALK = "https://oapi.dingtalk.com/robot/send"
 FEISHU = "https://open.feishu.cn/open-apis/bot/v2/hook"
 _REPLY_BYTES = 65_536
 """Number of bytes of a reply that are read."""
-
-
-class NoticeError(EngineError):
-    """A channel of `notify` cannot work: a variable is not set, or a command or a package is missing."""
-
-    kind = "notice_setup"
-    blame: Blame = "spec"
 
 
 Event = dict[str, Any]
@@ -67,7 +59,7 @@ def channels_of(spec: NotifySpec, base: Path | None, environ: Mapping[str, str],
         seconds: Deadline for one delivery, in seconds.
 
     Raises:
-        NoticeError: a variable is not set or holds no URL, or a command or the package apprise is missing.
+        EngineError: a variable is not set or holds no URL, or a command or the package apprise is missing.
         EntryError: the function does not exist.
     """
     channels: dict[str, Channel] = {}
@@ -85,9 +77,11 @@ def channels_of(spec: NotifySpec, base: Path | None, environ: Mapping[str, str],
 def _url(variable: str, key: str, environ: Mapping[str, str]) -> str:
     url = environ.get(variable)
     if not url:
-        raise NoticeError(
+        raise EngineError(
             f"the environment variable {variable} (notify.{key}) is not set: set it to the URL, or remove it from "
-            f"`{key}`"
+            f"`{key}`",
+            kind="notice_setup",
+            blame="spec",
         )
     remember(variable, url)
     remember_parts(variable, url)
@@ -130,7 +124,7 @@ def service(variable: str, environ: Mapping[str, str], seconds: float) -> Channe
     """A channel that sends the text to the service whose URL is in a variable, by a robot below or by apprise.
 
     Raises:
-        NoticeError: apprise is not installed, or does not know the URL.
+        EngineError: apprise is not installed, or does not know the URL.
     """
     url = _url(variable, "services_env", environ)
     if (robot_request := robot_of(url)) is not None:
@@ -146,16 +140,20 @@ def service(variable: str, environ: Mapping[str, str], seconds: float) -> Channe
     try:
         import apprise
     except ImportError:
-        raise NoticeError(
-            "`notify.services_env` needs the package apprise: pip install 'episode-engine[notify]'"
+        raise EngineError(
+            "`notify.services_env` needs the package apprise: pip install 'episode-engine[notify]'",
+            kind="notice_setup",
+            blame="spec",
         ) from None
     asset = apprise.AppriseAsset(app_id="episode-engine", app_url="", async_mode=False)
     with collected_logs("apprise"):
         target = apprise.Apprise.instantiate(url, asset=asset)
     if target is None:
-        raise NoticeError(
+        raise EngineError(
             f"the environment variable {variable} (notify.services_env) does not hold a URL that apprise knows: "
-            "write it as in the table of services in docs/looking.md"
+            "write it as in the table of services in docs/looking.md",
+            kind="notice_setup",
+            blame="spec",
         )
 
     def notify(event: Event) -> None:
@@ -174,10 +172,12 @@ def command(words: Sequence[str], seconds: float) -> Channel:
     """A channel that runs a command with the event as JSON on its standard input.
 
     Raises:
-        NoticeError: there is no such command.
+        EngineError: there is no such command.
     """
     if not words or shutil.which(words[0]) is None:
-        raise NoticeError(f"notify.command: there is no command {words[0] if words else ''!r}")
+        raise EngineError(
+            f"notify.command: there is no command {words[0] if words else ''!r}", kind="notice_setup", blame="spec"
+        )
 
     def run(event: Event) -> None:
         with subprocess.Popen(

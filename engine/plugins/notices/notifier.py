@@ -72,7 +72,7 @@ class Notifier:
             clock: Unix time.
 
         Raises:
-            NoticeError: a channel cannot work.
+            EngineError: a channel cannot work.
             EntryError: there is no such function.
         """
         self._kinds = frozenset(spec.on)

@@ -148,7 +148,7 @@ class RunNotices:
     def __init__(self, loaded: LoadedSpec, store: RunStore) -> None:
         """
         Raises:
-            NoticeError: a channel cannot work.
+            EngineError: a channel cannot work.
         """
         what = "evaluation" if store.header.evaluation else "run"
         self._spec = NotifySpec.or_default(loaded.spec)
@@ -214,7 +214,7 @@ class TrainingNotices(TrainingObserver):
     def __init__(self, loaded: LoadedSpec, folder: Path) -> None:
         """
         Raises:
-            NoticeError: a channel cannot work.
+            EngineError: a channel cannot work.
         """
         self._spec = NotifySpec.or_default(loaded.spec)
         self._notifier = Notifier(self._spec, folder.name, "training", folder=folder, base=loaded.base)

@@ -24,7 +24,6 @@ from engine.errors import EngineError
 from engine.logs import collected_logs
 from engine.masking import mask_credentials, mask_values, remember
 from engine.plugins.traces.spec import TracesSpec
-from engine.schemas.trajectory import Blame
 from engine.store.private import private_file, private_folder
 from engine.store.reader import RunReader
 
@@ -50,13 +49,6 @@ GIVE_UP = 3
 _HEADERS = ("OTEL_EXPORTER_OTLP_HEADERS", "OTEL_EXPORTER_OTLP_TRACES_HEADERS")
 
 
-class TraceError(EngineError):
-    """Traces cannot be written: a package is missing, or the folder cannot be created."""
-
-    kind = "trace_setup"
-    blame: Blame = "spec"
-
-
 class TraceWriter:
     """Writes and sends traces of ended episodes as `traces` of a spec says. It is an `EpisodeObserver`.
 
@@ -70,7 +62,7 @@ class TraceWriter:
         header: The header of the run.
 
     Raises:
-        TraceError: a package is missing, or the folder cannot be created.
+        EngineError: a package is missing, or the folder cannot be created.
     """
 
     def __init__(self, spec: EpisodeSpec, folder: Path, header: RunHeader) -> None:
@@ -89,7 +81,8 @@ class TraceWriter:
             try:
                 private_folder(self._files, exist_ok=True)
             except OSError as error:
-                raise TraceError(f"the folder of the traces {self._files} cannot be created: {error}") from error
+                message = f"the folder of the traces {self._files} cannot be created: {error}"
+                raise EngineError(message, kind="trace_setup", blame="spec") from error
 
     def episode_ended(self, trajectory: Trajectory) -> None:
         """Trace an episode that is stored. Takes about a microsecond."""
@@ -222,5 +215,6 @@ def _collector(url: str) -> Callable[[Sequence[ReadableSpan]], str | None]:
     return send
 
 
-def _missing(error: ImportError) -> TraceError:
-    return TraceError(f"`traces` needs OpenTelemetry ({error}): pip install 'episode-engine[otel]'")
+def _missing(error: ImportError) -> EngineError:
+    message = f"`traces` needs OpenTelemetry ({error}): pip install 'episode-engine[otel]'"
+    return EngineError(message, kind="trace_setup", blame="spec")

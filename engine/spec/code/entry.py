@@ -362,32 +362,10 @@ GROUPS: Mapping[str, str] = {
 """Kind -> the group of its entry points."""
 
 
-class AmbiguousNameError(EngineError):
-    """Two installed packages offer different things by one name."""
-
-    kind = "entry_error"
-    blame = "spec"
-
-
 def names_of(kind: str) -> list[str]:
     """The names that installed packages offer for a kind."""
     group = GROUPS.get(kind)
     return [] if group is None else sorted(installed_points(group))
-
-
-def entry_of(kind: str, name: str) -> str | None:
-    """The entry point of a name; None if no installed package offers it.
-
-    Raises:
-        AmbiguousNameError: two packages offer it, with different entry points.
-    """
-    packages = installed_points(GROUPS[kind]).get(name, {})
-    if len(packages) > 1:
-        offers = ", ".join(f"`{value}` ({package})" for value, package in sorted(packages.items()))
-        raise AmbiguousNameError(
-            f"several packages offer the {kind} `{name}`: {offers}; write one of these entry points"
-        )
-    return next(iter(packages), None)
 
 
 def write_out(data: Any) -> list[tuple[DataPath, str]]:
@@ -400,10 +378,13 @@ def write_out(data: Any) -> list[tuple[DataPath, str]]:
         use = owner.get("use")
         if not isinstance(use, str) or ":" in use or owner.get("adapter") is not None:
             continue
-        try:
-            owner["use"] = entry_of(kind, use) or use
-        except AmbiguousNameError as error:
-            problems.append(((*path, "use"), str(error)))
+        packages = installed_points(GROUPS[kind]).get(use, {})
+        if len(packages) > 1:
+            offers = ", ".join(f"`{value}` ({package})" for value, package in sorted(packages.items()))
+            message = f"several packages offer the {kind} `{use}`: {offers}; write one of these entry points"
+            problems.append(((*path, "use"), message))
+        else:
+            owner["use"] = next(iter(packages), use)
     return problems
 
 

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from engine.backends.device import pick_device
-from engine.errors import DeviceError
+from engine.errors import EngineError
 
 
 @pytest.mark.parametrize("key", ["backend.device", "train.device"])
 def test_what_is_not_a_device_is_refused_by_the_key_that_names_it(key: str) -> None:
-    with pytest.raises(DeviceError) as caught:
+    with pytest.raises(EngineError) as caught:
         pick_device("gpu0", key)
     assert str(caught.value) == f"`{key}: gpu0` is not a device; write auto, cpu, cuda or cuda:1"
     assert (caught.value.kind, caught.value.blame) == ("no_device", "spec")
@@ -20,7 +20,7 @@ def test_what_is_not_a_device_is_refused_by_the_key_that_names_it(key: str) -> N
 def test_auto_and_cpu_are_always_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert pick_device("auto", "backend.device") == pick_device("cpu", "train.device") == torch.device("cpu")
-    with pytest.raises(DeviceError, match=r"`train\.device: cuda:1`"):
+    with pytest.raises(EngineError, match=r"`train\.device: cuda:1`"):
         pick_device("cuda:1", "train.device")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert pick_device("auto", "backend.device") == torch.device("cuda")

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.errors import EngineError
 from engine.schemas.message import ImagePart, TextPart
-from engine.spec.template import TemplateError, fields_of, fill, fill_words, has_field, texts_of
+from engine.spec.template import fields_of, fill, fill_words, has_field, texts_of
 
 
 def test_strings_go_in_as_they_are_and_the_rest_as_json() -> None:
@@ -25,7 +26,7 @@ def test_a_dotted_field_reaches_into_mappings() -> None:
 
 
 def test_an_unknown_field_names_the_nearest() -> None:
-    with pytest.raises(TemplateError) as caught:
+    with pytest.raises(EngineError) as caught:
         fill("{{qestion}}", {"question": "?", "answer": "!"})
     assert str(caught.value) == "the template names `{{qestion}}`, which is no field here; did you mean `question`?"
 

@@ -10,7 +10,7 @@ import pytest
 from conversation_kit import TOOLS, to_the_end
 from hypothesis import strategies as st
 
-from engine.errors import BackendError, BridgeError, RenderError
+from engine.errors import BackendError, RenderError
 from engine.schemas.generation import FinishReason, Generation, VersionSpan
 from engine.schemas.message import Message
 from engine.schemas.trajectory import Branch
@@ -158,7 +158,7 @@ class Told:
         """The prompt. One that cannot be made is taken back."""
         try:
             prompt = self.conversation.prompt()
-        except (RenderError, BridgeError) as error:
+        except RenderError as error:
             self.conversation.take_back()
             return Refused(str(error))
         assert not prompt.flags.writeable
@@ -189,7 +189,7 @@ class Told:
         mark = None if turn is None else self.after[turn][0]
         try:
             return self.conversation.after(mark, messages, tools).prompt().tolist()
-        except (RenderError, BridgeError) as error:
+        except RenderError as error:
             return Refused(str(error))
 
     def show(self, thread: list[int | Message]) -> int | None:

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from slow_cases import slow_but
 
-from engine.errors import BridgeError, RenderError
+from engine.errors import RenderError
 from engine.schemas.message import Message
 from engine.tokens.conversation import Conversation
 from engine.tokens.template import ChatTemplate
@@ -168,7 +168,7 @@ def test_every_prompt_is_its_branch_and_every_sampled_id_is_masked_once(
     plan = data.draw(turns(roles, least))
     try:
         conversation, prompts, replies = play(form, history, data.draw(TEXTS), plan)
-    except (RenderError, BridgeError) as error:
+    except RenderError as error:
         if history != "keep" and "refuses" not in str(error):
             raise  # a template may refuse, and a tape may not go on under `keep`; nothing else may go wrong
         return
@@ -197,7 +197,7 @@ def test_a_prompt_that_gets_no_reply_leaves_nothing_behind(case: str, formats: F
         try:
             given_before = tried.prompt()
             kept = given_before.copy()
-        except (RenderError, BridgeError):  # one that cannot be made leaves nothing behind either
+        except RenderError:  # one that cannot be made leaves nothing behind either
             pass
         tried.take_back()
         same()
@@ -217,7 +217,7 @@ def test_a_prompt_that_gets_no_reply_leaves_nothing_behind(case: str, formats: F
                 attempt()
             tried.take_back()
             same()
-    except (RenderError, BridgeError) as error:
+    except RenderError as error:
         if history != "keep" and "refuses" not in str(error):
             raise
 

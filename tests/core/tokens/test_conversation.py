@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from conversation_kit import TOOLS, Formats, generation, said, to_the_end, tool, user
 
-from engine.errors import BackendError, BridgeError, RenderError
+from engine.errors import BackendError, RenderError
 from engine.schemas.generation import FinishReason, Generation
 from engine.schemas.message import MalformedCall, Message, ToolCall
 from engine.tokens.conversation import Conversation
@@ -104,7 +104,7 @@ def test_keep_refuses_where_no_token_ends_a_reply(formats: Formats) -> None:
     conversation.prompt()
     conversation.reply(said(form, "42"), 0)
     conversation.add([user("Good.")])
-    with pytest.raises(BridgeError, match="no added token after a reply"):
+    with pytest.raises(RenderError, match="no added token after a reply"):
         conversation.prompt()
 
 

@@ -14,7 +14,7 @@ from nets_for_tests import build, make_row, plain
 from slow_cases import slow_after
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from engine.errors import DeviceError, TrainError
+from engine.errors import EngineError, TrainError
 from engine.schemas.model import ModelSpec
 from engine.schemas.sections import read_stored
 from engine.schemas.train import TrainSpec
@@ -127,7 +127,7 @@ def test_what_freezes_all_or_nothing_is_refused(folder: Path, freeze: list[str],
 def test_a_device_that_is_not_there(folder: Path, device: str) -> None:
     if device == "cuda" and torch.cuda.is_available():
         pytest.skip("there is one")
-    with pytest.raises(DeviceError, match=f"`train.device: {device}`"):
+    with pytest.raises(EngineError, match=f"`train.device: {device}`"):
         open_policy(folder, device=device)
 
 

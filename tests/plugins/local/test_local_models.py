@@ -13,7 +13,7 @@ import pytest
 import torch
 from local_kit import VOCAB, Opener, ask, greedy, recomputed, sampling
 
-from engine.errors import BackendError, DeviceError
+from engine.errors import BackendError, EngineError
 from engine.plugins.local.backend import LocalBackend
 from engine.plugins.local.spec import LocalBackendSpec
 
@@ -72,7 +72,7 @@ async def test_a_device_that_is_not_there_is_named(
 ) -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine has CUDA devices")
-    with pytest.raises(DeviceError, match=why):
+    with pytest.raises(EngineError, match=why):
         await LocalBackend(lambda: tiny_model_dir, tokenizer.decode, LocalBackendSpec(**changes)).start()
 
 

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import structlog
 
+from engine.errors import EngineError
 from engine.masking import remember
-from engine.plugins.notices.channels import NoticeError
 from engine.plugins.notices.notifier import Notifier
 from engine.plugins.notices.observers import Watch
 from engine.plugins.notices.spec import NoticeBudget, NotifySpec
@@ -180,7 +180,7 @@ async def test_one_way_that_fails_does_not_keep_the_others_from_it(hook: Hook) -
     ],
 )
 def test_a_way_that_cannot_work_is_an_error_at_the_start(spec: NotifySpec, said: str) -> None:
-    with pytest.raises(NoticeError, match=said) as caught:
+    with pytest.raises(EngineError, match=said) as caught:
         Notifier(spec, "run", environ={})
     assert caught.value.kind == "notice_setup"
 

@@ -22,8 +22,8 @@ import structlog
 from aiosmtpd.controller import Controller
 from aiosmtpd.smtp import AuthResult, LoginPassword
 
+from engine.errors import EngineError
 from engine.plugins.notices import channels
-from engine.plugins.notices.channels import NoticeError
 from engine.plugins.notices.notifier import Notifier
 from engine.plugins.notices.spec import NotifySpec
 
@@ -247,7 +247,7 @@ async def test_a_service_that_refuses_is_logged_without_its_token(
 def test_a_url_that_is_not_known_is_an_error_at_the_start_that_does_not_show_it(
     url: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(NoticeError, match=r"SERVICE \(notify.services_env\) does not hold a URL") as caught:
+    with pytest.raises(EngineError, match=r"SERVICE \(notify.services_env\) does not hold a URL") as caught:
         notifier(url)
     out, err = capfd.readouterr()
     assert "0123456789abcdef" not in str(caught.value) + out + err
@@ -257,5 +257,5 @@ def test_without_the_package_the_error_says_what_to_install(monkeypatch: pytest.
     import sys
 
     monkeypatch.setitem(sys.modules, "apprise", None)
-    with pytest.raises(NoticeError, match=r"pip install 'episode-engine\[notify\]'"):
+    with pytest.raises(EngineError, match=r"pip install 'episode-engine\[notify\]'"):
         notifier("slack://0123456789abcdef")

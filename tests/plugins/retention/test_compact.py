@@ -18,7 +18,7 @@ from journals import write_entries, write_result
 from slow_cases import slow_but
 from store_kit import make_entry, make_header, make_task, make_trajectory, plain
 
-from engine.errors import DroppedError, StoreError
+from engine.errors import StoreError
 from engine.plugins.retention.compact import compact, measure_groups
 from engine.schemas.environment import Reset
 from engine.schemas.journal import ResetRecord
@@ -63,15 +63,15 @@ def group(index: int) -> list[str]:
 
 
 def content(folder: Path) -> dict[str, Any]:
-    """Each episode's journal and trajectory; the word "dropped" if its content was dropped."""
+    """Each episode's journal and trajectory; the kind `dropped` if its content was dropped."""
     found: dict[str, Any] = {}
     with RunStore.open(folder, readonly=True) as store:
         for row in store.episodes():
             try:
                 entries = [plain(entry) for entry in store.journal(row.id)]
                 found[row.id] = (row, entries, plain(store.trajectory(row.id)))
-            except DroppedError:
-                found[row.id] = (row, "dropped")
+            except StoreError as error:
+                found[row.id] = (row, error.kind)
     return found
 
 
@@ -95,9 +95,9 @@ async def test_a_group_is_dropped_and_its_summary_stays(tmp_path: Path) -> None:
         assert len(list(store.trajectories())) == (GROUPS - 2) * SAMPLES
         assert (store.dropped().episodes, store.dropped().size) == (4, told.size)
         assert store.status == "done"
-        with pytest.raises(DroppedError, match=r"the content of t0/0 was dropped on 20.*`engine show`"):
+        with pytest.raises(StoreError, match=r"the content of t0/0 was dropped on 20.*`engine show`"):
             store.trajectory("t0/0")
-        with pytest.raises(DroppedError):
+        with pytest.raises(StoreError, match="was dropped"):
             store.journal("t0/1")
 
 

@@ -25,7 +25,7 @@ from trainings import begin_training, metric_lines, policy_weights
 from typer.testing import CliRunner
 
 from engine.cli.main import app
-from engine.errors import DroppedError
+from engine.errors import StoreError
 from engine.plugins.retention.keep import in_sample, plan
 from engine.plugins.retention.spec import KeepSpec
 from engine.spec.load import load_spec
@@ -265,7 +265,7 @@ def test_the_command_says_what_would_go_and_then_drops_it(train_spec: Any, tmp_p
     with RunStore.open(store_folder, readonly=True) as store:
         assert len(list(store.trajectories())) == 8
         gone = sorted(store.dropped_ids())[0]
-        with pytest.raises(DroppedError):
+        with pytest.raises(StoreError, match="was dropped"):
             store.trajectory(gone)
     # the other commands say it
     words = "16 of 24 episodes were dropped to save space"
