@@ -82,7 +82,8 @@ def export_dataset(form: str, run: Run, out: Path | None, options: Mapping[str, 
     folder = path.with_name(f"{path.stem}_images")
     image = image_paths(store, folder) if options["--images"] == "paths" else image_bytes(store)
     metadata = {"episode_engine.run_id": store.run_id, "episode_engine.version": store.header.engine_version}
-    count = write_table(tables[content](source), path, metadata, image=image)
+    kinds, rows = tables[content]
+    count = write_table(rows(source), source.columns(kinds), path, metadata, image=image)
     notes = list(source.summary())
     if push is not None:
         from engine.plugins.datasets.hub import push_file

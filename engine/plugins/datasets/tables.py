@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -29,21 +28,19 @@ _ROWS = 256
 """Rows in a row group."""
 
 
-@dataclass(frozen=True)
-class Table:
-    """Rows and the types of their columns; a column that a row lacks is null."""
-
-    columns: Mapping[str, Kind]
-    rows: Iterator[dict[str, Any]]
-
-
 def write_table(
-    table: Table, path: Path, metadata: Mapping[str, str], *, image: Callable[[str], dict[str, Any]]
+    rows: Iterator[dict[str, Any]],
+    columns: Mapping[str, Kind],
+    path: Path,
+    metadata: Mapping[str, str],
+    *,
+    image: Callable[[str], dict[str, Any]],
 ) -> int:
     """Write rows as Parquet and return their number. The file appears only when it is complete.
 
     Args:
-        table: The rows; in a column of type `images` the digests.
+        rows: The rows; in a column of type `images` the digests. A column that a row lacks is null.
+        columns: The types of the columns.
         path: The file.
         metadata: Texts for the file's metadata.
         image: The struct `{bytes, path}` of an image, by its digest.
@@ -53,12 +50,12 @@ def write_table(
     """
     import pyarrow.parquet as pq
 
-    schema = _schema(table.columns, metadata)
+    schema = _schema(columns, metadata)
     count = 0
     with whole_file(path) as draft, pq.ParquetWriter(draft, schema, compression="zstd") as writer:
-        while rows := list(islice(table.rows, _ROWS)):
-            writer.write_table(_arrow(rows, table.columns, schema, image))
-            count += len(rows)
+        while batch := list(islice(rows, _ROWS)):
+            writer.write_table(_arrow(batch, columns, schema, image))
+            count += len(batch)
     return count
 
 
