@@ -1,9 +1,8 @@
 """Notices when a run, an evaluation or a training fails, stalls, diverges, finishes or reaches a budget.
 
 spec.py       the section `notify`
-observers.py  the observers of runs, evaluations, services and trainings, with the thread that sends `stalled` and
-`budget`
-notifier.py   sends events on every channel; what was sent is not repeated
+observers.py  what sends events on every channel and repeats none; the observers of runs, evaluations, services and
+              trainings, with the thread that sends `stalled` and `budget`
 channels.py   webhook, services, command and function
 rules.py      its rules of `engine validate`
 """

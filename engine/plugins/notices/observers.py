@@ -1,8 +1,18 @@
-"""The observers of runs and of trainings that send notices, and the thread that sends `stalled` and `budget`
-meanwhile."""
+"""Notices when a run, an evaluation or a training fails, stalls, diverges, learns nothing, finishes or reaches a
+budget: the observers that send them, and the thread that sends `stalled` and `budget` meanwhile.
+
+Invariants:
+- Nothing here raises into the run or delays it by more than a deadline. Each delivery has its own daemon thread, and
+  one that hangs is abandoned; the threads of `concurrent.futures` would delay the end of the process.
+- No notice holds a known secret: every string of an event passes through `mask_credentials`.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import json
+import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -11,21 +21,173 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+import structlog
+from pydantic_core import to_json
+
 from engine.errors import EngineError, TrainError
-from engine.plugins.notices.notifier import Notifier
+from engine.masking import mask_credentials, mask_values
+from engine.plugins.notices.channels import Channel, Event, channels_of
 from engine.plugins.notices.spec import NotifySpec
 from engine.runner.observers import TrainingObserver
+from engine.store.private import private_file
 
 if TYPE_CHECKING:
-    from engine.plugins.notices.notifier import Notifier
-    from engine.plugins.notices.spec import NotifySpec
     from engine.runner.counters import RunCounters
     from engine.runner.summary import RunResult, RunSummary
     from engine.spec.load import LoadedSpec
     from engine.store.store import RunStore
 
+log = structlog.get_logger(__name__)
+
+SECONDS = 10.0
+"""Deadline for one delivery."""
+LONGEST = 2_000
+"""Maximum length of a reason, in characters; services refuse long messages."""
+_EVENT_TEXT = {"budget": "reached a budget", "no_signal": "has no learning signal"}
+"""What happened, where it is not the name of the kind."""
+FILE = "notices.jsonl"
+"""The notices that a run has sent, in its folder."""
 POLL = 1.0
 """Seconds between two looks at the budget."""
+
+
+class Notifier:
+    """Sends events on every channel that the spec names.
+
+    notifier = Notifier(spec.notify, "arithmetic-1", "training", folder=training_folder, base=spec_folder)
+    await notifier.notify("diverged", step=12, reason="the loss is nan")
+    """
+
+    def __init__(
+        self,
+        spec: NotifySpec,
+        run: str,
+        what: str = "run",
+        *,
+        folder: Path | None = None,
+        base: Path | None = None,
+        environ: Mapping[str, str] = os.environ,
+        seconds: float = SECONDS,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """
+        Args:
+            spec: The channels, and the kinds of events to send.
+            run: The name of the run or training.
+            what: `run`, `evaluation` or `training`.
+            folder: Its folder, in which the notices that were sent are recorded.
+            base: The spec's folder, in which the function is looked for.
+            environ: Environment variables, with the URLs.
+            seconds: Deadline for one delivery, in seconds.
+            clock: Unix time.
+
+        Raises:
+            EngineError: a channel cannot work.
+            EntryError: there is no such function.
+        """
+        self._kinds = frozenset(spec.on)
+        self._run = run
+        self._what = what
+        self._seconds = seconds
+        self._clock = clock
+        self._channels = channels_of(spec, base, environ, seconds)
+        self._repeat_after = spec.repeat_after
+        self._file = folder / FILE if folder is not None and self._channels else None
+        self._sent = _sent(self._file)
+        self._failed: set[str] = set()
+
+    async def notify(self, kind: str, **fields: Any) -> None:
+        """Send an event, and wait for the deliveries or the deadline."""
+        if self._channels and kind in self._kinds:
+            await asyncio.to_thread(self.notify_now, kind, **fields)
+
+    def notify_now(self, kind: str, **fields: Any) -> None:
+        """The same from a thread without an event loop."""
+        if not self._channels or kind not in self._kinds:
+            return
+        try:
+            event = self._event(kind, fields)
+            key = f"{kind}: {re.sub(r'[0-9]+', '#', event.get('reason', ''))}"  # equal up to numbers
+            at = self._sent.get(key)
+            if at is not None and 0 <= self._clock() - at < self._repeat_after:
+                log.debug("notice not repeated", event_kind=kind)
+                return
+            problems = self._deliver(event)
+        except Exception as error:  # noqa: BLE001  no thread can be started, for example; the run goes on
+            log.warning("notice failed", event_kind=kind, reason=mask_credentials(repr(error)))
+            return
+        for name, problem in problems.items():
+            if problem is not None:
+                say = log.debug if name in self._failed else log.warning
+                self._failed.add(name)
+                say("notice failed", channel=name, event_kind=kind, reason=mask_credentials(problem))
+        if None in problems.values():
+            self._record(key, event["text"])
+
+    def _event(self, kind: str, fields: Mapping[str, Any]) -> Event:
+        reason = mask_credentials(str(fields["reason"])) if fields.get("reason") else ""
+        if len(reason) > LONGEST:
+            reason = f"{reason[:LONGEST]} …"
+        words = f"{self._run}: {self._what} {_EVENT_TEXT.get(kind, kind)}"
+        at = f" at step {fields['step']}" if "step" in fields else ""
+        text = f"{words}{at}{f': {reason}' if reason else ''}"
+        more = {"reason": reason} if reason else {}
+        event = {**fields, **more, "kind": kind, "run": self._run, "time": self._clock(), "text": text}
+        plain: Event = mask_values(json.loads(to_json(event, inf_nan_mode="strings", fallback=str)), mask_credentials)
+        return plain
+
+    def _deliver(self, event: Event) -> dict[str, str | None]:
+        """Send an event on all channels at once. Return what went wrong with each; None where nothing did."""
+        problems: dict[str, str | None] = dict.fromkeys(self._channels, f"not delivered within {self._seconds:g} s")
+
+        def deliver(name: str, channel: Channel) -> None:
+            try:
+                channel(dict(event))
+                problems[name] = None
+            except BaseException as error:  # noqa: BLE001  the user's function can raise anything, SystemExit too
+                problems[name] = str(error) or repr(error)
+
+        until = time.monotonic() + self._seconds + 0.5  # after the channels' own deadlines, whose messages say more
+        threads = [
+            threading.Thread(target=deliver, args=(name, channel), name=f"notify-{name}", daemon=True)
+            for name, channel in self._channels.items()
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(max(0.0, until - time.monotonic()))
+        return dict(problems)
+
+    def _record(self, key: str, text: str) -> None:
+        """Note what was sent, and when, so that nothing is repeated too soon.
+
+        A training that is restarted automatically after each failure fails again with the same reason: the file tells
+        the second launch what the first has sent.
+        """
+        self._sent[key] = self._clock()
+        if self._file is None:
+            return
+        try:
+            with private_file(self._file).open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"at": self._clock(), "key": key, "text": text}) + "\n")
+        except OSError as error:
+            log.debug("the notice was not recorded", reason=str(error))
+
+
+def _sent(file: Path | None) -> dict[str, float]:
+    """When which notices were sent. A damaged or missing file only means that a notice is sent again."""
+    sent: dict[str, float] = {}
+    try:
+        lines = [] if file is None else file.read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError):
+        lines = []
+    for line in lines:
+        try:
+            notice = json.loads(line)
+            sent[str(notice["key"])] = float(notice["at"])
+        except (ValueError, KeyError, TypeError):
+            continue
+    return sent
 
 
 class Watch:
@@ -177,26 +339,23 @@ class RunNotices:
 
     async def ended(self, result: RunResult) -> None:
         """Send `finished`, or `failed` if the run failed as a whole."""
-        counts = _counts(result.summary)
+        summary, kind = result.summary, "failed"
         if (stopped := result.stopped) is not None:
             kind = "budget" if stopped.kind == "budget_reached" else "failed"
-            await self._notifier.notify(kind, reason=f"{type(stopped).__name__}: {stopped}", **counts)
-        elif result.summary.backend_failed:
-            blamed = result.summary.causes.blamed("backend")
-            reason = f"the backend failed {blamed} of {result.summary.episodes} episodes"
-            await self._notifier.notify("failed", reason=reason, **counts)
+            reason = f"{type(stopped).__name__}: {stopped}"
+        elif summary.backend_failed:
+            reason = f"the backend failed {summary.causes.blamed('backend')} of {summary.episodes} episodes"
         elif result.faults:
             reason = f"{len(result.faults)} episodes could not be finished; the first: {result.faults[0]}"
-            await self._notifier.notify("failed", reason=reason, **counts)
-        elif result.summary.all_failed:
-            await self._notifier.notify("failed", reason=result.summary.causes.words(result.summary.episodes), **counts)
+        elif summary.all_failed:
+            reason = summary.causes.words(summary.episodes)
         else:
-            summary = result.summary
+            kind = "finished"
             failed = f", {summary.causes.failures} failed" if summary.causes.failures else ""
             reason = (
                 f"{summary.episodes} episodes, {summary.solved} solved{failed}, mean reward {summary.mean_reward:.3f}"
             )
-            await self._notifier.notify("finished", reason=reason, **counts)
+        await self._notifier.notify(kind, reason=reason, **_counts(summary))
 
 
 def _counts(summary: RunSummary) -> dict[str, Any]:

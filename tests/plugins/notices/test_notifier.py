@@ -17,8 +17,7 @@ import structlog
 
 from engine.errors import EngineError
 from engine.masking import remember
-from engine.plugins.notices.notifier import Notifier
-from engine.plugins.notices.observers import Watch
+from engine.plugins.notices.observers import Notifier, Watch
 from engine.plugins.notices.spec import NoticeBudget, NotifySpec
 from engine.spec.code.entry import EntryError
 

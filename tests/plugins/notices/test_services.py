@@ -24,7 +24,7 @@ from aiosmtpd.smtp import AuthResult, LoginPassword
 
 from engine.errors import EngineError
 from engine.plugins.notices import channels
-from engine.plugins.notices.notifier import Notifier
+from engine.plugins.notices.observers import Notifier
 from engine.plugins.notices.spec import NotifySpec
 
 apprise = pytest.importorskip("apprise")
