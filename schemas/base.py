@@ -12,10 +12,15 @@ Both refuse unknown keys and never change once they are built.
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import inspect
 import re
+import textwrap
 import threading
 from collections.abc import Callable, Mapping
+from functools import cache, partial
+from itertools import pairwise
 from typing import Annotated, Any, ClassVar, Self, TypeVar
 
 import msgspec
@@ -34,8 +39,6 @@ from pydantic import (
 )
 from pydantic_core import CoreConfig, CoreSchema, SchemaValidator, core_schema
 
-from engine.schemas.descriptions import add_descriptions
-
 _CONFIG = ConfigDict(
     extra="forbid",
     arbitrary_types_allowed=True,
@@ -45,6 +48,55 @@ _CONFIG = ConfigDict(
 )
 _BUILDING = threading.RLock()
 """Pydantic has a lock of its own since 2.14."""
+
+
+def description_of(model: type, key: str) -> str | None:
+    """The description of a field: of `Field(description=…)`, or the string below the attribute; None without one.
+
+    Args:
+        model: A Pydantic model or a dataclass.
+        key: The field's key in a document: its alias, if it has one.
+    """
+    field = key
+    for name, info in getattr(model, "model_fields", {}).items():
+        if key == (info.alias or name):
+            if info.description is not None:
+                return str(info.description)
+            field = name
+    for base in model.__mro__:
+        if field in vars(base).get("__annotations__", {}):
+            return _descriptions(base).get(field)
+    return None
+
+
+def add_descriptions(schema: dict[str, Any], model: type) -> None:
+    """Write the descriptions of fields into the properties of a class's JSON Schema, which is changed in place."""
+    for key, described in schema.get("properties", {}).items():
+        if (text := description_of(model, key)) is not None:
+            described["description"] = text
+
+
+@cache
+def _descriptions(model: type) -> dict[str, str]:
+    """The string below each attribute in the body of a class; none where its source is not there.
+
+    Pydantic's `use_attribute_docstrings` reads them when a class is made, so every process that imports the schemas
+    would pay for descriptions that only JSON Schemas, docs and a few messages use. Here they are read when they are
+    asked for.
+    """
+    try:
+        body: Any = ast.parse(textwrap.dedent(inspect.getsource(model))).body[0]
+    except (OSError, TypeError, SyntaxError):
+        return {}
+    return {
+        node.target.id: inspect.cleandoc(below.value.value)
+        for node, below in pairwise(body.body)
+        if isinstance(node, ast.AnnAssign)
+        and isinstance(node.target, ast.Name)
+        and isinstance(below, ast.Expr)
+        and isinstance(below.value, ast.Constant)
+        and isinstance(below.value.value, str)
+    }
 
 
 class Contract(BaseModel):
@@ -83,28 +135,19 @@ class Contract(BaseModel):
         return schema
 
 
-class _Twin:
-    """A struct's twin: a dataclass with its fields and no methods, made when it is asked for first."""
+class _OfClass:
+    """An attribute that each struct computes from its class."""
 
-    def __init__(self) -> None:
-        self._of_struct: dict[type, Any] = {}
+    def __init__(self, value_of: Callable[[type[Struct]], Any]) -> None:
+        self._value_of = value_of
 
     def __get__(self, instance: Any, owner: type[Struct]) -> Any:
-        twin = self._of_struct.get(owner)
-        if twin is None:
-            twin = self._of_struct[owner] = _dataclass_of(owner)
-        return twin
+        return self._value_of(owner)
 
 
-class _Fields:
-    """The fields of a struct's twin, by which `dataclasses.replace`, `fields`, `asdict` and Pydantic take structs."""
-
-    def __get__(self, instance: Any, owner: type[Struct]) -> dict[str, dataclasses.Field[Any]]:
-        fields: dict[str, dataclasses.Field[Any]] = owner.__twin__.__dataclass_fields__
-        return fields
-
-
+@cache
 def _dataclass_of(struct: type[Struct]) -> Any:
+    """A struct's twin: a dataclass with its fields and no methods, made when it is asked for first."""
     hints: dict[str, Any] = {}
     for base in reversed(struct.__mro__):
         hints |= vars(base).get("__annotations__", {})
@@ -130,8 +173,9 @@ class Struct(msgspec.Struct, frozen=True, kw_only=True):
     VersionSpan(version=0, start=0, end=4).plain()           # {"version": 0, "start": 0, "end": 4}
     """
 
-    __twin__: ClassVar = _Twin()
-    __dataclass_fields__: ClassVar = _Fields()
+    __twin__: ClassVar = _OfClass(_dataclass_of)
+    __dataclass_fields__: ClassVar = _OfClass(lambda struct: struct.__twin__.__dataclass_fields__)
+    """By which `dataclasses.replace`, `fields`, `asdict` and Pydantic take structs."""
     __pydantic_config__: ClassVar[ConfigDict] = _CONFIG | ConfigDict(revalidate_instances="always")
 
     def _checked(self) -> Self:
@@ -279,17 +323,10 @@ Bytes = Annotated[
 """A size in bytes; `64kB`, `512MB`, `1GB` and `1GiB` are accepted too."""
 
 
-def _int32(value: Any) -> Any:
-    array = np.ascontiguousarray(value, dtype=np.int32)
+def _flat(value: Any, what: str, dtype: type[np.generic]) -> Any:
+    array = np.ascontiguousarray(value, dtype=dtype)
     if array.ndim != 1:
-        raise ValueError(f"token ids are a flat list, not of shape {array.shape}")
-    return array
-
-
-def _float32(value: Any) -> Any:
-    array = np.ascontiguousarray(value, dtype=np.float32)
-    if array.ndim != 1:
-        raise ValueError(f"log-probs are a flat list, not of shape {array.shape}")
+        raise ValueError(f"{what} are a flat list, not of shape {array.shape}")
     return array
 
 
@@ -297,7 +334,7 @@ _AS_LIST = PlainSerializer(lambda array: array.tolist(), when_used="json")
 
 IntArray = Annotated[
     np.ndarray,
-    BeforeValidator(_int32),
+    BeforeValidator(partial(_flat, what="token ids", dtype=np.int32)),
     _AS_LIST,
     WithJsonSchema({"type": "array", "items": {"type": "integer"}}),
 ]
@@ -305,7 +342,7 @@ IntArray = Annotated[
 
 FloatArray = Annotated[
     np.ndarray,
-    BeforeValidator(_float32),
+    BeforeValidator(partial(_flat, what="log-probs", dtype=np.float32)),
     _AS_LIST,
     WithJsonSchema({"type": "array", "items": {"type": "number"}}),
 ]

@@ -11,14 +11,18 @@ each question gets the newest answer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
+from html import escape
+from itertools import chain, repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.errors import StoreError
+from engine.errors import EngineError, StoreError
+from engine.masking import mask
 from engine.store import RunStore, find_run
 from engine.store.episode_filter import EpisodeFilter
+from engine.terminal import visible
 
 if TYPE_CHECKING:
     import pandas
@@ -32,6 +36,11 @@ if TYPE_CHECKING:
     from engine.spec.load import LoadedSpec
     from engine.store.reader import RunReader
     from engine.store.reading import EpisodeRow
+
+SHOWN_EPISODES = 5
+"""Episodes whose turns a notebook shows of a run."""
+SHOWN_CHARACTERS = 200
+"""Characters of a reply that it shows of a run; of an episode all are."""
 
 
 class StoredEpisode:
@@ -79,9 +88,11 @@ class StoredEpisode:
         return f"<Episode {self.id}: {self.failure or self.row.event or self.row.status}{reward}>"
 
     def _repr_html_(self) -> str:
-        from engine.api.notebook import episode_html
+        from engine.runner.summary import label
 
-        return episode_html(self)
+        done = self.row.status == "done"
+        outcome = f": {label(self.trajectory.outcome)}" if done else ""
+        return f"<div><p>{_escaped(f'{self!r}{outcome}')}</p>{_turns_table([self] if done else [])}</div>"
 
 
 class Run:
@@ -238,9 +249,42 @@ class Run:
         return f"<Run {self.id}: {self.status}{part}>"
 
     def _repr_html_(self) -> str:
-        from engine.api.notebook import run_html
+        """Its sums, its machine where a plugin draws SVG, and the turns of its first finished episodes."""
+        from engine.machine.machine import resolved_machine
+        from engine.plugin import loaded
 
-        return run_html(self)
+        summary = self.summary
+        outcomes = ", ".join(f"{name} {count}" for name, count in summary.outcomes.most_common())
+        head = f"{self!r}: {summary.episodes} episodes, mean reward {summary.mean_reward:+.3f}; {outcomes}"
+        draw = loaded("graph_formats").get("svg")
+        try:
+            machine = "" if draw is None else str(draw(resolved_machine(self.spec.spec), summary.transitions))
+        except EngineError:  # it cannot be laid out, or needs a plugin that is gone
+            machine = ""
+        finished = [episode for episode in self.episodes if episode.row.status == "done"][:SHOWN_EPISODES]
+        return f"<div><p>{_escaped(head)}</p>{machine}{_turns_table(finished, SHOWN_CHARACTERS)}</div>"
+
+
+def _turns_table(episodes: Iterable[StoredEpisode], most: int | None = None) -> str:
+    """The turns of episodes as a table of HTML, with at most so many characters of a reply."""
+    rows = [["episode", "turn", "reply", "event", "rewards"]]
+    for episode in episodes:
+        replies = [message.text for message in episode.messages if message.role == "assistant"]
+        replies = replies[len(replies) - len(episode.turns) :]  # examples in the prompt are no turns
+        for turn, reply in zip(episode.turns, replies, strict=True):
+            shown = reply if most is None or len(reply) <= most else f"{reply[:most]}…"
+            rewards = ", ".join(f"{name} {value:+.3f}" for name, value in turn.rewards.items())
+            rows.append([episode.id, str(turn.index), shown, turn.event, rewards])
+    head, *body = (
+        f"<tr>{''.join(f'<{tag}>{_escaped(cell)}</{tag}>' for cell in row)}</tr>"
+        for tag, row in zip(chain(["th"], repeat("td")), rows, strict=False)
+    )
+    return f"<table><thead>{head}</thead><tbody>{''.join(body)}</tbody></table>"
+
+
+def _escaped(text: str) -> str:
+    """Nothing of a run is written into a page unescaped, because a model wrote it."""
+    return escape(visible(mask(text)))
 
 
 def open(run: str | Path, out: str | Path = "runs") -> Run:

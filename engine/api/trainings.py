@@ -21,11 +21,10 @@ from typing import TYPE_CHECKING
 import structlog
 
 from engine.api.launch import blocking, finished
-from engine.api.progress import Progress, progress_of
+from engine.api.progress import Progress, TrainPanel, progress_of, spark
 from engine.api.runs import Run
 from engine.api.runs import open as open_run
 from engine.api.specs import Overrides, load, texts_of
-from engine.api.train_panel import TrainPanel, spark
 from engine.errors import EngineError, TrainError
 from engine.logs import configure_logging
 from engine.runner.processes import processes_of

@@ -16,8 +16,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from engine.limits import FIELDS, LIMITS
-from engine.schemas.base import Struct
-from engine.schemas.descriptions import description_of
+from engine.schemas.base import Struct, description_of
 from engine.schemas.limits import LimitsSpec
 from engine.schemas.sections import section_fields
 

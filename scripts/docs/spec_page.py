@@ -16,8 +16,7 @@ from engine.limits import LIMITS
 from engine.machine.machine import resolve_machine
 from engine.machine.presets import PRESETS
 from engine.machine.variables import VARIABLES
-from engine.schemas.base import Bytes, Seconds
-from engine.schemas.descriptions import description_of
+from engine.schemas.base import Bytes, Seconds, description_of
 from engine.schemas.entry import IsolationSpec
 from engine.schemas.episode import EpisodeSpec
 from engine.schemas.limits import ALWAYS, LIMIT

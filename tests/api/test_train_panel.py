@@ -7,8 +7,7 @@ import math
 
 from rich.console import Console
 
-from engine.api.progress import ConsoleProgress
-from engine.api.train_panel import TrainPanel, spark
+from engine.api.progress import ConsoleProgress, TrainPanel, spark
 from engine.runner.counters import RunCounters
 
 VALUES = {

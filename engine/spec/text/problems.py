@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, ValidationError
 
 from engine.plugin import missing
-from engine.schemas.base import Bytes, Seconds, Struct
-from engine.schemas.descriptions import description_of
+from engine.schemas.base import Bytes, Seconds, Struct, description_of
 from engine.schemas.sections import NameOf, OneOf, mark_of, sections_of
 from engine.schemas.train import MemorySpec, TrainSpec, WeightSyncSpec
 from engine.spec.references import MISSING, value_at

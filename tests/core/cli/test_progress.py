@@ -12,8 +12,7 @@ import pytest
 from rich.console import Console
 from store_kit import make_trajectory
 
-from engine.api.progress import RunPanel, duration, endings, pauses, ticking
-from engine.api.train_panel import TrainPanel
+from engine.api.progress import RunPanel, TrainPanel, duration, endings, pauses, ticking
 from engine.runner import counters
 from engine.runner.counters import RunCounters
 from engine.runner.summary import RunSummary
