@@ -137,17 +137,6 @@ class Deadline:
         # The timer is not cancelled: a timer without effect costs less than one timer for each call.
         self._group.calls.pop(self, None)
         if self.over and self._task is not None:
-            _end_block(self._task, self._before, kind, error)
-
-
-def _end_block(
-    task: asyncio.Task[Any], before: int, kind: type[BaseException] | None, error: BaseException | None
-) -> None:
-    """Withdraw a deadline's cancellation. If other code cancelled the task too, that cancellation stays.
-
-    Raises:
-        TimeoutError: The deadline alone cancelled the block.
-    """
-    alone = task.uncancel() <= before
-    if alone and kind is asyncio.CancelledError:
-        raise TimeoutError from error
+            alone = self._task.uncancel() <= self._before  # a cancellation by other code stays
+            if alone and kind is asyncio.CancelledError:
+                raise TimeoutError from error

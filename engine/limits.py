@@ -53,13 +53,6 @@ CONTEXT = Limit(
 )
 
 
-def _with_added(core: tuple[Limit, ...]) -> tuple[Limit, ...]:
-    """The core's limits with those of plugins, which come behind those on the prompt."""
-    added = plugin.loaded("limits", [limit.name for limit in core]).values()
-    at = core.index(CONTEXT) + 1
-    return (*core[:at], *added, *core[at:])
-
-
 _CORE: tuple[Limit, ...] = (
     EPISODE_SECONDS,
     Limit(
@@ -137,8 +130,14 @@ _CORE: tuple[Limit, ...] = (
     ),
 )
 
-LIMITS: tuple[Limit, ...] = _with_added(_CORE)
-"""In the order in which they are checked; those that cut something come last."""
+_AFTER_PROMPT = _CORE.index(CONTEXT) + 1
+LIMITS: tuple[Limit, ...] = (
+    *_CORE[:_AFTER_PROMPT],
+    *plugin.loaded("limits", [limit.name for limit in _CORE]).values(),
+    *_CORE[_AFTER_PROMPT:],
+)
+"""In the order in which they are checked, those of plugins behind those on the prompt; those that cut something come
+last."""
 
 FIELDS: tuple[str, ...] = tuple(limit.name for limit in LIMITS if limit.owner == "limits")
 """The keys of `limits` that are limits; the others say how a text is cut."""

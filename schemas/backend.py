@@ -171,10 +171,6 @@ class LaunchSpec(Contract):
             raise ValueError(f"{len(indexes)} GPUs cannot be divided among servers of `tp: {self.tp}`")
         if not indexes and self.tp > 1:
             raise ValueError(f"`tp: {self.tp}` needs GPUs, and `gpus` names none")
-        return self
-
-    @model_validator(mode="after")
-    def _no_reserved_argument(self) -> LaunchSpec:
         for argument in self.args:
             name = argument.partition("=")[0]
             if name in _ENGINE_ARGUMENTS:
@@ -201,6 +197,8 @@ class ServersSpec(BackendBase):
 
     PLUGIN_NAMES: ClassVar[Mapping[str, str]] = {"launcher": "launchers"}
     weights_in_servers: ClassVar[bool] = True
+    for_urls: ClassVar[tuple[str, ...]] = ("api_key_env",)
+    """Keys that have no effect on launched servers."""
 
     kind: str
     urls: list[str] = Field(default_factory=list, min_length=1)
@@ -238,16 +236,11 @@ class ServersSpec(BackendBase):
                 "give `urls`, the servers that run already, or `launch: {gpus: …}`, to have them started"
                 + ("; not both" if self.urls else "")
             )
-        if self.launch is not None and (unused := [name for name in self._for_urls() if getattr(self, name)]):
+        if self.launch is not None and (unused := [name for name in self.for_urls if getattr(self, name)]):
             raise ValueError(
                 f"`{unused[0]}` has no effect on launched servers, which only the run itself can reach: remove it"
             )
         return self
-
-    @classmethod
-    def _for_urls(cls) -> tuple[str, ...]:
-        """Keys that have no effect on launched servers."""
-        return ("api_key_env",)
 
     @property
     def adapter_name(self) -> str | None:

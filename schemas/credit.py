@@ -53,11 +53,6 @@ class CreditMethod(Contract):
         return True
 
     @property
-    def comparison(self) -> ComparedCredit | None:
-        """How it compares numbers of the group's episodes (`baseline`, `scale`); None: it does not."""
-        return None
-
-    @property
     def last_turn_names(self) -> tuple[str, ...] | None:
         """Names of the only rewards of the last turn that change an advantage; None: all of them do."""
         return None
@@ -70,11 +65,6 @@ class CreditMethod(Contract):
     @property
     def zero_without_group(self) -> bool:
         """In a group of one episode every advantage is 0."""
-        return False
-
-    @property
-    def no_baseline_without_group(self) -> bool:
-        """In a group of one episode nothing is subtracted, although the method compares episodes."""
         return False
 
     @property
@@ -94,16 +84,8 @@ class ComparedCredit(CreditMethod):
     do not divide."""
 
     @property
-    def comparison(self) -> ComparedCredit | None:
-        return self
-
-    @property
     def zero_without_group(self) -> bool:
         return self.baseline == "mean"
-
-    @property
-    def no_baseline_without_group(self) -> bool:
-        return self.baseline == "leave_one_out"
 
 
 class DiscountedCredit(ComparedCredit):

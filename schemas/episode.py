@@ -110,17 +110,13 @@ class EpisodeSpec(SectionOwner):
         return self.isolation_of(environment.isolation, environment.default_mode)
 
     @model_validator(mode="after")
-    def _users_are_chosen(self) -> EpisodeSpec:
+    def _whole(self) -> EpisodeSpec:
         if self.user is not None and self.users:
             raise ValueError("give `user` (one for all tasks) or `users` (chosen by `tasks.user`), not both")
         if self.users and self.tasks.user is None:
             raise ValueError("`users` needs `tasks.user`: the row's field that names a task's user")
         if self.tasks.user is not None and not self.users:
             raise ValueError("`tasks.user` chooses among `users`, and there are none")
-        return self
-
-    @model_validator(mode="after")
-    def _backend_has_a_kind(self) -> EpisodeSpec:
         if (why := no_default(self.backend)) is not None:
             raise ValueError(why)
         return self

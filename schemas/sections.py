@@ -105,28 +105,15 @@ class SpecSection(Contract):
 
 
 class SectionPart(Struct, frozen=True, kw_only=True):
-    """The keys of one section, taken out of a document."""
+    """The data of one section, taken out of a document."""
 
     owner: DataPath
     """Where its owner is."""
-    section: plugin.Section
+    path: DataPath
+    """Where the data of its class is."""
     model: type[SpecSection]
-    keys: dict[str, Any]
-
-    @property
-    def path(self) -> DataPath:
-        """Where the data of its class is."""
-        return self.owner if self.section.inline else (*self.owner, self.section.keys[0])
-
-    @property
-    def body(self) -> Any:
-        """The data of its class."""
-        return self.keys if self.section.inline else self.keys[self.section.keys[0]]
-
-    @property
-    def is_null(self) -> bool:
-        """Whether there is nothing to read."""
-        return self.body is None and self.model.NULLABLE
+    body: Any
+    """The data of its class."""
 
 
 def sections_of(
@@ -190,20 +177,19 @@ def section_fields(owner: type[BaseModel]) -> Iterator[tuple[str, FieldInfo, typ
 
 
 def split(document: Any, model: type[BaseModel]) -> tuple[Any, list[SectionPart]]:
-    """The document without the keys of sections, and those keys."""
+    """The document without the keys of sections, and what those keys hold, without sections that are null."""
     if not isinstance(document, dict) or not issubclass(model, SectionOwner):
         return document, []
     rest, parts = dict(document), []
     for section, inner in sections_of(model, rest):
-        parts.append(
-            SectionPart(
-                owner=(), section=section, model=inner, keys={key: rest.pop(key) for key in section.keys if key in rest}
-            )
-        )
+        keys = {key: rest.pop(key) for key in section.keys if key in rest}
+        path, body = ((), keys) if section.inline else (section.keys, keys[section.keys[0]])
+        if body is not None or not inner.NULLABLE:
+            parts.append(SectionPart(owner=(), path=path, model=inner, body=body))
     for key, owner in _inner_owners(model):
         if isinstance(rest.get(key), dict):
             rest[key], deeper = split(rest[key], owner)
-            parts += [replace(part, owner=(key, *part.owner)) for part in deeper]
+            parts += [replace(part, owner=(key, *part.owner), path=(key, *part.path)) for part in deeper]
     return rest, parts
 
 
@@ -274,7 +260,7 @@ def read_stored(
     spec = _read(rest, model, (), errors)
     sections: list[tuple[DataPath, SpecSection]] = []
     for part in parts:
-        if not part.is_null and (section := _read(part.body, part.model, part.path, errors)) is not None:
+        if (section := _read(part.body, part.model, part.path, errors)) is not None:
             sections.append((part.owner, section))
     if spec is None or errors:
         raise ValidationError.from_exception_data(model.__name__, errors)
@@ -326,22 +312,17 @@ def written_actions(spec: SectionOwner) -> list[Any]:
 
 def used_plugins(spec: SectionOwner) -> frozenset[str]:
     """Names of the plugins of which a spec has a section, a class in one of its unions, or a name."""
-    parts = list(_parts(spec))
-    uses = {_use(type(part)) for part in parts}
-    uses |= {use for part in parts for use in _named_by(part)}
+    uses: set[str] = set()
+    for part in _parts(spec):
+        uses.add(_use(type(part)))
+        for key, point in getattr(part, "PLUGIN_NAMES", {}).items():
+            names, entries = getattr(part, key), plugin.entries(point)
+            uses |= {entries[name] for name in (names if isinstance(names, list) else [names]) if name in entries}
     points = {
         face.name: {use for point in plugin.POINTS for use in getattr(face, point).values()}
         for face in plugin.installed().plugins.values()
     }
     return written(spec) | frozenset(name for name, named in points.items() if not uses.isdisjoint(named))
-
-
-def _named_by(part: BaseModel) -> Iterator[str]:
-    """The entry points of the names of plugins in a part of a spec."""
-    for key, point in getattr(part, "PLUGIN_NAMES", {}).items():
-        names = getattr(part, key)
-        entries = plugin.entries(point)
-        yield from (entries[name] for name in (names if isinstance(names, list) else [names]) if name in entries)
 
 
 def _use(model: type[BaseModel]) -> str:

@@ -11,7 +11,7 @@ from pydantic import Field, field_validator, model_validator
 
 from engine import plugin
 from engine.schemas.base import Contract, Seconds, Struct
-from engine.schemas.credit import CreditMethod
+from engine.schemas.credit import ComparedCredit, CreditMethod
 from engine.schemas.loss import DrGrpoLoss, LossSpec
 from engine.schemas.sections import NameOf, OneOf, SectionOwner, SpecSection
 
@@ -365,7 +365,7 @@ class TrainSpec(SectionOwner):
         """
         if self.min_group is not None:
             return self.min_group
-        return 2 if samples > 1 and credit.comparison is not None and credit.comparison.baseline != "none" else 1
+        return 2 if samples > 1 and isinstance(credit, ComparedCredit) and credit.baseline != "none" else 1
 
     @property
     def adapter(self) -> AdapterSection | None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -102,27 +101,14 @@ def export(run: Run, path: Path | None, format: str | None, options: Mapping[str
 # ---- rows
 
 
-@dataclass
-class _Counts:
-    """What is counted while rows are written."""
-
-    unchecked: int = 0
-    """Prompts that a server did not report."""
-    refused: Counter[str] = field(default_factory=Counter)
-    """Rows that the guard refused, by the kind of the failure."""
-
-    def counted(self, rows: Iterator[TrainingRow]) -> Iterator[TrainingRow]:
-        """The rows, each counted."""
-        for row in rows:
-            self.unchecked += row.unchecked_prompts or 0
-            failure = row.episode.outcome.failure
-            if failure is not None and failure.kind in KINDS:
-                self.refused[failure.kind] += 1
-            yield row
+_PARTLY_DONE = (
+    "SELECT count(*) FROM "
+    "(SELECT 1 FROM episodes GROUP BY task_index, task_id HAVING count(DISTINCT status = 'done') = 2)"
+)
 
 
 def _write_rows(format: str, run: Run, path: Path | None, options: Mapping[str, Any]) -> Exported:
-    store, score, counts = run.store, options["--score"], _Counts()
+    store, score = run.store, options["--score"]
     path = path or store.default_file(f"rows.{format}")
     credit = changed_credit(store, options["--credit"] or (), score)
     values = options["--values"]
@@ -134,7 +120,18 @@ def _write_rows(format: str, run: Run, path: Path | None, options: Mapping[str, 
         values=None if values is None else _read_values(Path(values)),
         keep=run.keeps(),
     )
-    columns = with_image_files(columns_of(counts.counted(rows)), path, partial(vision_of, store))
+    unchecked, refused = 0, Counter[str]()
+
+    def counted() -> Iterator[TrainingRow]:
+        nonlocal unchecked
+        for row in rows:
+            unchecked += row.unchecked_prompts or 0
+            failure = row.episode.outcome.failure
+            if failure is not None and failure.kind in KINDS:
+                refused[failure.kind] += 1
+            yield row
+
+    columns = with_image_files(columns_of(counted()), path, partial(vision_of, store))
     if format == "jsonl":
         count = write_jsonl(columns, path)
     else:
@@ -144,13 +141,14 @@ def _write_rows(format: str, run: Run, path: Path | None, options: Mapping[str, 
             "episode_engine.credit": mask(credit.model_dump_json(by_alias=True)),
         }
         count = write_parquet(columns, path, metadata | ({"episode_engine.score": score} if score else {}))
-    warnings = [dropped_words(store), RunSummary(unchecked_prompts=counts.unchecked).unchecked_words]
-    if counts.refused:
-        kinds = ", ".join(f"{kind} {number}" for kind, number in counts.refused.most_common())
-        number = counts.refused.total()
-        warnings.append(f"{number} of them are not trainable, because the guard refused them: {kinds}")
+    warnings = [dropped_words(store), RunSummary(unchecked_prompts=unchecked).unchecked_words]
+    if refused:
+        kinds = ", ".join(f"{kind} {number}" for kind, number in refused.most_common())
+        warnings.append(f"{refused.total()} of them are not trainable, because the guard refused them: {kinds}")
     notes = ["none of them is trainable: this run is an evaluation"] if store.header.evaluation else []
-    if partly := _partly_done(store):
+    with store.snapshot() as connection:
+        partly = connection.execute(_PARTLY_DONE).fetchone()[0]
+    if partly:
         why = "their advantages are computed from the episodes that are done"
         notes.append(f"{partly} tasks have episodes that are not done: {why}")
     return Exported(path=path, words=f"{count} rows", warnings=[*filter(None, warnings)], notes=notes)
@@ -203,13 +201,6 @@ def _read_values(path: Path) -> dict[str, list[list[float]]]:
             form = '{"episode_id": "t/0", "values": [[0.1, 0.2], [0.3]]}'
             raise StoreError(f"{path}:{number}: {error!r}; a line is {form}") from error
     return values
-
-
-def _partly_done(store: RunReader) -> int:
-    """Return the number of tasks with both finished and unfinished episodes."""
-    groups = "SELECT 1 FROM episodes GROUP BY task_index, task_id HAVING count(DISTINCT status = 'done') = 2"
-    with store.snapshot() as connection:
-        return int(connection.execute(f"SELECT count(*) FROM ({groups})").fetchone()[0])
 
 
 # ---- scenarios

@@ -143,7 +143,7 @@ class Launch:
         except BaseException:
             store.close()
             raise
-        return cls(loaded, tasks, store, () if retry_failed is None else _blames(retry_failed))
+        return cls(loaded, tasks, store, [blame for blame in _ALL if retry_failed in ("all", blame)])
 
     def refuse_processes(self) -> None:
         """Refuse to continue a run in one process that several began, or the other way round. Raises: EngineError."""
@@ -208,7 +208,11 @@ class Launch:
         stats = backend.stats() | ({"played": runner.service_stats} if runner.service_stats else {})
         write_counts(store.folder, stats, progress)
         result.seconds, result.tokens = time.perf_counter() - began, runner.counters.tokens
-        result.notes = [*_costs(runner), *_checks(stats)]
+        if cost := runner.cost:
+            most = "" if cost.most is None else f" of at most {cost.most:.6g}"
+            words = f"Cost of the run: {cost.spent:.6g}{most}, with users, judges and unfinished episodes"
+            result.notes.append(words)
+        result.notes += [*([runner.busy_calls] if runner.busy_calls else []), *_checks(stats)]
         return result
 
 
@@ -230,14 +234,6 @@ def write_counts(folder: Path, counts: dict[str, Any], progress: Progress) -> No
         progress.warn(f"the backend's counts could not be written: {error}")
 
 
-def _costs(runner: Runner) -> list[str]:
-    lines = []
-    if cost := runner.cost:
-        most = "" if cost.most is None else f" of at most {cost.most:.6g}"
-        lines.append(f"Cost of the run: {cost.spent:.6g}{most}, with users, judges and unfinished episodes")
-    return [*lines, runner.busy_calls] if runner.busy_calls else lines
-
-
 def _checks(stats: dict[str, Any]) -> list[str]:
     """What a backend compared with its servers, in words."""
     lines = []
@@ -257,10 +253,6 @@ def _checks(stats: dict[str, Any]) -> list[str]:
             f"{verified['largest']:.2g} at most and {verified['mean']:.2g} on average, over {verified['tokens']} tokens"
         )
     return lines
-
-
-def _blames(retry: Retry) -> list[Blame]:
-    return [blame for blame in _ALL if retry in ("all", blame)]
 
 
 async def run_async(

@@ -55,21 +55,18 @@ def _briefly(call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
             echo(f"`{error.filename}` is too long for the name of a file or folder; give a shorter one", err=True)
             raise typer.Exit(2) from None
-        if option := getattr(error, "option_name", None):
-            _refuse_missing(f"{_path(error.ctx)} {option}")  # type: ignore[attr-defined]
+        if name := getattr(error, "option_name", None):  # an option of a plugin that is not there, or an old one
+            option = f"{_path(error.ctx)} {name}"  # type: ignore[attr-defined]
+            new = plugin.entries("old_options").get(option)
+            words = (
+                f"write `{new}`" if new else plugin.missing("old_options", option) or plugin.missing("options", option)
+            )
+            if words is not None:
+                echo(f"there is no option `engine {option}`: {words}", err=True)
+                raise typer.Exit(2) from None
         if isinstance(words := getattr(error, "message", None), str) and hasattr(error, "format_message"):
             error.message = brief(words)  # type: ignore[attr-defined]
         raise
-
-
-def _refuse_missing(option: str) -> None:
-    """Say what replaced an option that the core had, or which plugin has it, and exit. Nothing is done for another
-    unknown option."""
-    new = plugin.entries("old_options").get(option)
-    words = f"write `{new}`" if new else plugin.missing("old_options", option) or plugin.missing("options", option)
-    if words is not None:
-        echo(f"there is no option `engine {option}`: {words}", err=True)
-        raise typer.Exit(2)
 
 
 def _path(context: Any) -> str:
@@ -170,7 +167,9 @@ def _register() -> None:
 
     core = (validate, explain, run, train, with_options("export", export), plugins)
     commands: dict[str, Callable[..., None]] = {command.__name__: command for command in core}
-    commands |= plugin.loaded("commands", list(commands), check=_no_command)
+    commands |= plugin.loaded(
+        "commands", list(commands), check=lambda _, command: None if callable(command) else "not a function"
+    )
     panels = {name: panel for panel, names in _PANELS.items() for name in names}
     order = [*panels, *commands]
     groups = {"": app}
@@ -184,10 +183,6 @@ def _register() -> None:
         groups[group].command(last, rich_help_panel=panel)(commands[name])
     examples = [f"  {line}" for line in _EXAMPLES if line.split()[1] in commands]
     app.info.help = "\n\n".join([_ABOUT, *examples])
-
-
-def _no_command(_: str, command: Any) -> str | None:
-    return None if callable(command) else "not a function"
 
 
 _register()

@@ -82,8 +82,6 @@ def validate(document: Document, model: type[Model]) -> tuple[Model | None, list
     value, problems, as_text = _part(document, model, rest, (), model)
     sections: list[tuple[DataPath, SpecSection]] = []
     for part in parts:
-        if part.is_null:
-            continue
         section, wrong, texts = _part(document, part.model, part.body, part.path, model)
         problems, as_text = [*problems, *wrong], [*as_text, *texts]
         if section is not None:

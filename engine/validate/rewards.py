@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from engine.actions.facts import ACTIONS
-from engine.schemas.credit import ReassignRule
+from engine.schemas.credit import ComparedCredit, ReassignRule
 from engine.schemas.limits import ALWAYS, OVERFLOW
 from engine.schemas.reward import RewardEvent, TurnAddress, TurnChoice
 from engine.schemas.train import OVERLONG_PENALTY, OverlongPenalty
@@ -347,7 +347,7 @@ def credit_group(ctx: CheckContext) -> Iterator[Finding]:
         return
     if credit.zero_without_group:
         effect = "every advantage is 0"
-    elif credit.no_baseline_without_group:
+    elif isinstance(credit, ComparedCredit) and credit.baseline == "leave_one_out":
         effect = "no baseline is subtracted"
     else:
         return

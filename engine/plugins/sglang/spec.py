@@ -18,6 +18,7 @@ class SGLangBackendSpec(ServersSpec):
     weight_methods: ClassVar[tuple[str, ...]] = ("auto", "disk", "tensors", "collective", "adapter")
     releases_memory: ClassVar[bool] = True
     reports_experts: ClassVar[bool] = True
+    for_urls: ClassVar[tuple[str, ...]] = ("router", "api_key_env")
     RENAMED: ClassVar[Mapping[str, str]] = {"patience": "health_timeout"}
 
     kind: Literal["sglang"] = "sglang"
@@ -40,10 +41,6 @@ class SGLangBackendSpec(ServersSpec):
         if self.sessions and self.router:
             raise ValueError("a router does not send the requests of a session to its server: remove `sessions`")
         return self
-
-    @classmethod
-    def _for_urls(cls) -> tuple[str, ...]:
-        return ("router", *super()._for_urls())
 
     @property
     def asks_experts(self) -> bool:

@@ -29,7 +29,7 @@ import numpy.typing as npt
 from engine.errors import LedgerError
 from engine.rewards.credit.base import EPSILON, Member, Values, compare, returns_to_go
 from engine.rewards.sealed import PartReward, SealedLedger, TurnPart
-from engine.schemas.credit import CreditMethod
+from engine.schemas.credit import ComparedCredit, CreditMethod
 from engine.schemas.trajectory import Branch
 
 __all__ = ["EPSILON", "Member", "Values", "Where", "credit", "credit_tokens", "place", "returns_to_go"]
@@ -174,7 +174,7 @@ def credit_parts(
         parts_of = [_parts_of(member, turn) for member in group]
         keys = sorted({key for parts in parts_of for key in parts})
         values = np.array([[parts[key][1] if key in parts else 0.0 for key in keys] for parts in parts_of])
-        compared = values if spec.comparison is None else compare(spec.comparison, values)
+        compared = compare(spec, values) if isinstance(spec, ComparedCredit) else values
         for number, parts in enumerate(parts_of):
             if turn >= len(credited[number]):
                 continue
