@@ -63,16 +63,14 @@ def tools_of(fields: Mapping[str, Any], source: PromptField) -> list[dict[str, A
         if "tools" in source.model_fields_set and not there:
             raise RowError(f"there is no field `{source.tools}`")
         return None
-    if isinstance(tools, str):
-        tools = _json(tools, source.tools)
+    tools = _json(tools, source.tools)
     if not isinstance(tools, Sequence):
         raise RowError(f"`{source.tools}` must be a list of tool schemas; it is {_kind(tools)}")
     return [_schema(_without_nulls(tool, deep=True), f"{source.tools}[{at}]") for at, tool in enumerate(tools)]
 
 
 def _schema(tool: Any, where: str) -> dict[str, Any]:
-    if isinstance(tool, str):
-        tool = _json(tool, where)
+    tool = _json(tool, where)
     if not isinstance(tool, Mapping):
         raise RowError(f"`{where}` must be a tool's schema; it is {_kind(tool)}")
     function = tool.get("function", tool)
@@ -81,9 +79,7 @@ def _schema(tool: Any, where: str) -> dict[str, Any]:
     name = function.get("name")
     if not isinstance(name, str) or not name:
         raise RowError(f"`{where}` needs the function's `name`")
-    parameters = function.get("parameters", {})
-    if isinstance(parameters, str):
-        parameters = _json(parameters, f"{where}.parameters")
+    parameters = _json(function.get("parameters", {}), f"{where}.parameters")
     if not isinstance(parameters, Mapping):
         raise RowError(f"`{where}.parameters` must be a JSON Schema; it is {_kind(parameters)}")
     described = {key: value for key, value in function.items() if key != "type" or function is not tool}
@@ -208,8 +204,7 @@ def _calls(calls: Any, where: str, message: int) -> Iterator[ToolCall]:
         if not isinstance(call, Mapping) or not isinstance(function, Mapping) or "name" not in function:
             raise RowError(f"`{place}` must be a call `{{id, function: {{name, arguments}}}}`")
         arguments = function.get("arguments", {})
-        if isinstance(arguments, str):
-            arguments = _json(arguments or "{}", f"{place}.arguments")
+        arguments = _json("{}" if arguments == "" else arguments, f"{place}.arguments")
         if not isinstance(arguments, Mapping):
             raise RowError(f"`{place}.arguments` must be a JSON object; it is {_kind(arguments)}")
         yield ToolCall(
@@ -225,9 +220,10 @@ def _without_nulls(value: Any, *, deep: bool = False) -> Any:
     return [_without_nulls(item, deep=deep) for item in value] if deep and isinstance(value, list) else value
 
 
-def _json(text: str, where: str) -> Any:
+def _json(value: Any, where: str) -> Any:
+    """A value that a row may hold as JSON text."""
     try:
-        return json.loads(text)
+        return json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError) as error:
         raise RowError(f"`{where}` is no JSON: {error}") from error
 

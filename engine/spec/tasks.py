@@ -24,6 +24,7 @@ from engine.spec.conversation import RowError, conversation_of, tools_of
 from engine.spec.rows.mix import TaskList, mixed_tasks
 from engine.spec.rows.row import Row, RowFault, Rows, find, plain
 from engine.spec.rows.sources import TASKS, fault, open_rows, row_files
+from engine.spec.text.diagnostic import Origin
 from engine.spec.text.near import near_or_known
 from engine.storable import refusal, stored_fields
 
@@ -231,19 +232,16 @@ def task_of(row: Row, index: int, spec: TasksSpec, loaded: LoadedSpec) -> Task:
     Raises:
         SpecError: it cannot be one.
     """
-    where = f"row {row.number}"
+    where, at = f"row {row.number}", row.origin or loaded.origin(TASKS)
     if not isinstance(row.fields, Mapping) or not all(isinstance(key, str) for key in row.fields):
-        kind = type(row.fields).__name__
-        message = f"{where} is no mapping of names to values, but {kind}"
-        raise fault(loaded, "tasks.bad-row", message, None, row.origin or loaded.origin(TASKS))
+        message = f"{where} is no mapping of names to values, but {type(row.fields).__name__}"
+        raise fault(loaded, "tasks.bad-row", message, None, at)
     fields = {key: plain(value) for key, value in row.fields.items()}
     try:
         fields = fields if spec.preset is None else spec.preset.task_fields(fields)
     except ValueError as error:
-        raise fault(loaded, "tasks.bad-row", f"{where}: {error}", None, row.origin or loaded.origin(TASKS)) from error
-    problem = refusal(stored_fields(fields))
-    if problem is not None:
-        at = row.origin or loaded.origin(TASKS)
+        raise fault(loaded, "tasks.bad-row", f"{where}: {error}", None, at) from error
+    if (problem := refusal(stored_fields(fields))) is not None:
         raise fault(loaded, "tasks.bad-row", f"{where} cannot be stored: {problem}", None, at)
     for name, source in spec.map.items():
         if not find(source, fields)[0]:
@@ -277,11 +275,7 @@ def _check_conversation(row: Row, fields: Mapping[str, Any], loaded: LoadedSpec)
 
 def _user(row: Row, fields: Mapping[str, Any], spec: TasksSpec, loaded: LoadedSpec) -> str:
     """The name in the field that `tasks.user` names: one of `users`."""
-    at = row.origin or loaded.origin((*TASKS, "user"))
-    there, name = find(str(spec.user), fields)
-    if not there:
-        message = f"row {row.number} has no field `{spec.user}`, which `tasks.user` names"
-        raise fault(loaded, "tasks.missing-field", message, _near(str(spec.user), fields), at)
+    name, at = _named_field(row, fields, "user", str(spec.user), loaded)
     users = loaded.spec.users
     if not isinstance(name, str) or name not in users:
         near = get_close_matches(str(name), list(users), n=1)
@@ -293,15 +287,21 @@ def _user(row: Row, fields: Mapping[str, Any], spec: TasksSpec, loaded: LoadedSp
 def _id(row: Row, index: int, fields: Mapping[str, Any], spec: TasksSpec, loaded: LoadedSpec) -> str:
     if spec.id is None:
         return str(index)
-    at = row.origin or loaded.origin((*TASKS, "id"))
-    there, value = find(spec.id, fields)
-    if not there:
-        message = f"row {row.number} has no field `{spec.id}`, which `tasks.id` names"
-        raise fault(loaded, "tasks.missing-field", message, _near(spec.id, fields), at)
+    value, at = _named_field(row, fields, "id", spec.id, loaded)
     if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
         message = f"row {row.number}: the id `{spec.id}` must be text or a whole number; it is {value!r}"
         raise fault(loaded, "tasks.bad-row", message, None, at)
     return str(value)
+
+
+def _named_field(row: Row, fields: Mapping[str, Any], key: str, name: str, loaded: LoadedSpec) -> tuple[Any, Origin]:
+    """The value of the field that a key of `tasks` names, and the place of what is wrong with it."""
+    at = row.origin or loaded.origin((*TASKS, key))
+    there, value = find(name, fields)
+    if not there:
+        message = f"row {row.number} has no field `{name}`, which `tasks.{key}` names"
+        raise fault(loaded, "tasks.missing-field", message, _near(name, fields), at)
+    return value, at
 
 
 def rows_of(loaded: LoadedSpec, limit: int | None = None) -> Iterator[Row]:

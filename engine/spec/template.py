@@ -139,11 +139,6 @@ def is_reference(image: str) -> bool:
     return image.startswith(_REFERENCES)
 
 
-def has_field(name: str, fields: Mapping[str, Any]) -> bool:
-    """Whether `{{name}}` can be filled from these fields."""
-    return find(name, fields)[0]
-
-
 def _value(match: re.Match[str], fields: Mapping[str, Any]) -> str:
     if match[1]:
         return match[0][1:]

@@ -13,7 +13,8 @@ from engine.actions.facts import owns_conversation
 from engine.errors import SpecError
 from engine.schemas.model import Words
 from engine.spec.access import OUTSIDE_FIX
-from engine.spec.template import fields_of, has_field, is_reference, texts_of
+from engine.spec.rows.row import find
+from engine.spec.template import fields_of, is_reference, texts_of
 from engine.spec.text.diagnostic import DataPath
 from engine.spec.text.near import short
 from engine.validate.context import CheckContext, each_source, for_each_source, nearest
@@ -45,7 +46,7 @@ def no_field(ctx: CheckContext, rows: Rows, name: str, path: DataPath, offset: i
     """Report the first row without the field `name`. Of a name with dots, `tasks.map` tells only the first part."""
     ctx.work.spend(len(rows))
     for number, fields in rows:
-        if not has_field(name, fields) and (number or not has_field(name.partition(".")[0], fields)):
+        if not find(name, fields)[0] and (number or not find(name.partition(".")[0], fields)[0]):
             where = f"row {number} has" if number else "tasks have"
             yield Finding(f"{where} no field `{name}`", path, nearest(name, fields), offset=offset)
             return

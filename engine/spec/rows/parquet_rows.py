@@ -6,9 +6,9 @@ import shutil
 import tempfile
 import threading
 from bisect import bisect_right
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -96,40 +96,29 @@ def _by_position(path: Path) -> Callable[[int], dict[str, Any]]:
     """
     file = _parquet_file(path)
     groups = [file.metadata.row_group(at) for at in range(file.metadata.num_row_groups)]
-    if any(group.total_byte_size > GROUP_BYTES for group in groups):
+    largest = max((group.total_byte_size for group in groups), default=0)
+    if largest > GROUP_BYTES:
         return _copied(file)
     starts = [0, *accumulate(group.num_rows for group in groups)]
-    tables: OrderedDict[int, Any] = OrderedDict()
-    copied: list[Callable[[int], dict[str, Any]]] = []
-    decoded = 0
-    may_copy = True
+    table = lru_cache(maxsize=max(1, KEPT_BYTES // max(largest, 1)))(file.read_row_group)
+    in_copy: Callable[[int], dict[str, Any]] | None = None
+    has_space = True
 
     def row(position: int) -> dict[str, Any]:
-        nonlocal decoded, may_copy
-        if copied:
-            return copied[0](position)
+        nonlocal in_copy, has_space
+        if in_copy is None and has_space and table.cache_info().misses >= 2 * len(groups):
+            size = sum(group.total_byte_size for group in groups)
+            has_space = shutil.disk_usage(tempfile.gettempdir()).free > 2 * size
+            if has_space:
+                in_copy = _copied(file)
+                table.cache_clear()
+        if in_copy is not None:
+            return in_copy(position)
         at = bisect_right(starts, position) - 1
-        if at not in tables:
-            decoded += 1
-            if may_copy and decoded > 2 * len(groups):
-                may_copy = _space_for(sum(group.total_byte_size for group in groups))
-                if may_copy:
-                    tables.clear()
-                    copied.append(_copied(file))
-                    return copied[0](position)
-            tables[at] = file.read_row_group(at)
-            while len(tables) > 1 and sum(table.nbytes for table in tables.values()) > KEPT_BYTES:
-                tables.popitem(last=False)
-        tables.move_to_end(at)
-        fields: dict[str, Any] = tables[at].slice(position - starts[at], 1).to_pylist()[0]
+        fields: dict[str, Any] = table(at).slice(position - starts[at], 1).to_pylist()[0]
         return fields
 
     return row
-
-
-def _space_for(size: int) -> bool:
-    """Whether a copy of so many bytes leaves at least as many free where temporary files are."""
-    return shutil.disk_usage(tempfile.gettempdir()).free > 2 * size
 
 
 def _copied(file: Any) -> Callable[[int], dict[str, Any]]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -113,13 +114,9 @@ def _files_of_split(loaded: LoadedSpec, folder: Path) -> list[Path]:
     if name is None:
         return every
     matching = [file for file in every if _is_of(file.relative_to(folder), name)]
-    if (
-        not matching
-        and name == "train"
-        and not any(_is_of(file.relative_to(folder), other) for file in every for other in SPLITS)
-    ):
-        return every
     if not matching:
+        if name == "train" and not any(_is_of(file.relative_to(folder), other) for file in every for other in SPLITS):
+            return every
         names = ", ".join(file.name for file in every[:5])
         message = f"the folder `{short(str(spec.path))}` has no file of the split `{name}`"
         raise fault(loaded, "tasks.split", message, f"its files: {names}", loaded.origin((*TASKS, "split")))
@@ -131,27 +128,15 @@ def _is_of(file: Path, split: str) -> bool:
     return split in file.parts[:-1] or (rest != file.stem and (not rest or not rest[0].isalnum()))
 
 
-def _inline(loaded: LoadedSpec, limit: int | None) -> Rows:
-    return ListRows(loaded.spec.tasks.rows or [], lambda position: loaded.origin((*TASKS, "rows", position)))
+def _text(kind: type[JsonlRows] | type[CsvRows], loaded: LoadedSpec, limit: int | None) -> Rows:
+    def opened(path: Path) -> Any:
+        try:
+            return loaded.access.open(path)
+        except OSError as error:
+            message = f"the task file `{path}` cannot be read: {error.strerror}"
+            raise RowFault(message, None, "tasks.no-file") from error
 
-
-def _text(kind: type[JsonlRows] | type[CsvRows]) -> Callable[[LoadedSpec, int | None], Rows]:
-    def rows(loaded: LoadedSpec, limit: int | None) -> Rows:
-        def opened(path: Path) -> Any:
-            try:
-                return loaded.access.open(path)
-            except OSError as error:
-                raise RowFault(
-                    f"the task file `{path}` cannot be read: {error.strerror}", None, "tasks.no-file"
-                ) from error
-
-        return kind(row_files(loaded), opened)
-
-    return rows
-
-
-def _parquet(loaded: LoadedSpec, limit: int | None) -> Rows:
-    return ParquetRows(row_files(loaded))
+    return kind(row_files(loaded), opened)
 
 
 def _hub(loaded: LoadedSpec, limit: int | None) -> Rows:
@@ -188,9 +173,6 @@ class _PythonRows(ListRows):
         super().__init__(rows)
         self._use = use
 
-    def __iter__(self) -> Iterator[Row]:
-        return map(self.row, range(len(self)))
-
     def row(self, position: int) -> Row:
         """See `Rows.row`."""
         try:
@@ -223,10 +205,12 @@ def _python(loaded: LoadedSpec, limit: int | None) -> Rows:
 
 
 _SOURCES: dict[str, Callable[[LoadedSpec, int | None], Rows]] = {
-    "inline": _inline,
-    "jsonl": _text(JsonlRows),
-    "csv": _text(CsvRows),
-    "parquet": _parquet,
+    "inline": lambda loaded, _: ListRows(
+        loaded.spec.tasks.rows or [], lambda position: loaded.origin((*TASKS, "rows", position))
+    ),
+    "jsonl": partial(_text, JsonlRows),
+    "csv": partial(_text, CsvRows),
+    "parquet": lambda loaded, _: ParquetRows(row_files(loaded)),
     "hub": _hub,
     "python": _python,
 }

@@ -32,6 +32,7 @@ from engine.spec.text.places import (
     locate,
     tagged,
 )
+from engine.spec.text.tree import read_scalar
 
 if TYPE_CHECKING:
     from engine.spec.document import Document
@@ -285,7 +286,7 @@ def _type_fixes(fault: _Fault, value: Any, key: str) -> Iterator[str | None]:
         yield "write true" if value.lower() in _YES else "write false" if value.lower() in _NO else None
     if kind == "int" and isinstance(value, float) and value.is_integer():
         yield f"write {int(value)}"
-    if kind in ("int", "float") and isinstance(value, str) and _is_number(value):
+    if kind in ("int", "float") and isinstance(value, str) and type(read_scalar(value.strip())) in (int, float):
         yield f"write {value.strip()} without quotes"
     if kind == "string" and isinstance(value, bool | int | float):
         yield f'quote it: "{_show(value)}"'
@@ -300,14 +301,6 @@ def _type_fixes(fault: _Fault, value: Any, key: str) -> Iterator[str | None]:
     if kind == "model" and fault.spot.wanted is not None:
         discriminator = discriminator_of(fault.spot.wanted, None)
         yield f"write a mapping with `{discriminator}`" if discriminator else None
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
 
 
 def _nearest(value: str, options: list[str]) -> str | None:

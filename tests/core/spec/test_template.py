@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from engine.errors import EngineError
 from engine.schemas.message import ImagePart, TextPart
-from engine.spec.template import fields_of, fill, fill_words, has_field, texts_of
+from engine.spec.rows.row import find
+from engine.spec.template import fields_of, fill, fill_words, texts_of
 
 
 def test_strings_go_in_as_they_are_and_the_rest_as_json() -> None:
@@ -21,8 +22,8 @@ def test_strings_go_in_as_they_are_and_the_rest_as_json() -> None:
 def test_a_dotted_field_reaches_into_mappings() -> None:
     assert fill("{{meta.level}}", {"meta": {"level": 3}}) == "3"
     assert fill("{{a.b}}", {"a.b": "own", "a": {"b": "inner"}}) == "own"
-    assert has_field("meta.level", {"meta": {"level": 3}})
-    assert not has_field("meta.levels", {"meta": {"level": 3}})
+    assert find("meta.level", {"meta": {"level": 3}})[0]
+    assert not find("meta.levels", {"meta": {"level": 3}})[0]
 
 
 def test_an_unknown_field_names_the_nearest() -> None:
