@@ -7,21 +7,12 @@ import asyncio
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import TypeAlias
 
 from engine.deadline import Deadlines
 
-
-class Clock(Protocol):
-    """A clock that can be paused."""
-
-    def pause(self) -> None:
-        """Stand still."""
-        ...
-
-    def resume(self) -> None:
-        """Continue with the time that was left."""
-        ...
+Clock: TypeAlias = "Deadlines | EpisodeDeadline | PausableClocks"
+"""What `pause` lets stand still, until `resume`."""
 
 
 class PausableClocks:

@@ -28,8 +28,12 @@ def use_of(value: Any) -> str:
     """
     qualified = getattr(value, "__qualname__", None)
     module = getattr(value, "__module__", None)
-    if qualified and module and module != "__main__" and _imported(module, qualified) is value:
-        return f"{module}:{qualified}"
+    if qualified and module and module != "__main__":
+        imported: Any = sys.modules.get(module)
+        for part in qualified.split("."):
+            imported = getattr(imported, part, None)
+        if imported is value:
+            return f"{module}:{qualified}"
     earlier = next((name for name, source in _sources.items() if source is value), None)
     if earlier is not None:
         return f"{__name__}:{earlier}"
@@ -73,13 +77,6 @@ def _copying(value: Any) -> Callable[[], Any]:
     if hasattr(value, "events"):
         make.events = value.events  # type: ignore[attr-defined]  # what its steps may answer
     return make
-
-
-def _imported(module: str, qualified: str) -> Any:
-    target: Any = sys.modules.get(module)
-    for part in qualified.split("."):
-        target = getattr(target, part, None)
-    return target
 
 
 def __getattr__(name: str) -> Any:

@@ -127,9 +127,7 @@ class NotebookProgress:
         """See `Progress`."""
         self._add(Text(text, style="dark_orange"))
 
-    def step(self, text: str) -> None:
-        """See `Progress`."""
-        self._add(Text(text))
+    step = say
 
     @contextmanager
     def watching(self, panel: Panel) -> Iterator[None]:

@@ -179,14 +179,9 @@ def trains_backend(spec: EpisodeSpec) -> bool:
     return spec.train.samples_episodes or any(facts.samples_weights for facts in spec_facts(spec))
 
 
-def sync_openers() -> dict[str, str]:
-    """`backend.kind` -> `module:function` that opens the `WeightSync` of a training (`engine.train.sync`)."""
-    return plugin.entries("weight_syncs")
-
-
 def missing_sync(kind: str) -> str | None:
     """Why nothing sends the weights of a training to a kind of backend that takes some; None if something does."""
-    if kind in sync_openers():
+    if kind in plugin.entries("weight_syncs"):
         return None
     fix = plugin.missing("weight_syncs", kind) or "no plugin that is installed sends them"
     return f"the weights of a training cannot be sent to a `{kind}` backend: {fix}"

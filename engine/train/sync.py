@@ -19,7 +19,6 @@ from engine.errors import TrainError
 from engine.plugin import Hook
 from engine.schemas.base import Struct
 from engine.schemas.sections import used_plugins
-from engine.spec.added import sync_openers
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -83,7 +82,9 @@ def open_sync(spec: EpisodeSpec, backend: Backend, folder: Path, *, lora: bool) 
             f"`train.weight_sync.method: {weights.method}`: the `{spec.backend.kind}` backend takes only {taken}",
             kind="train_setup",
         )
-    opened: WeightSync = plugin.load(sync_openers()[spec.backend.kind])(spec, backend, folder, lora=lora)
+    opened: WeightSync = plugin.load(plugin.entries("weight_syncs")[spec.backend.kind])(
+        spec, backend, folder, lora=lora
+    )
     return opened
 
 

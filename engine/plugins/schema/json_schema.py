@@ -125,7 +125,11 @@ def episode_schema() -> Schema:
     for owner in ({"properties": properties}, *definitions.values()):
         if "isolation" in owner.get("properties", {}):  # `isolation: process` as well as a mapping
             owner["properties"]["isolation"]["anyOf"].insert(0, modes)
-    properties["machine"] = _machine(definitions["MachineSpec"]["properties"]["preset"])
+    presets = next(member for member in definitions["MachineSpec"]["properties"]["preset"]["anyOf"] if "enum" in member)
+    properties["machine"] = {  # `machine: tools` as well as a mapping
+        "anyOf": [{**presets, "description": "A preset, by name."}, {"$ref": "#/$defs/MachineSpec"}, _VARIABLE_REF],
+        "default": "tools_and_user",
+    }
     properties["extends"] = {
         "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}],
         "description": "Specs that this one begins with, relative to this file, or names of published settings "
@@ -142,7 +146,7 @@ def episode_schema() -> Schema:
         definitions["SGLangBackendSpec"]["oneOf"] = [{"required": ["urls"]}, {"required": ["launch"]}]
     add_words(schema)
     whole = _loosen(schema)
-    whole["allOf"] = _user_rules()
+    whole["allOf"] = [_USERS]
     return {"$schema": DIALECT, **schema, "if": {"required": ["extends"]}, "then": True, "else": whole}
 
 
@@ -198,22 +202,19 @@ def _narrow(schema: Schema) -> bool:
     return schema.get("type") in ("integer", "number", "boolean") or any(map(_narrow, schema.get("anyOf", [])))
 
 
-def _machine(preset: Schema) -> Schema:
-    """`machine: tools` as well as a mapping."""
-    names = next(member for member in preset["anyOf"] if "enum" in member)
-    return {
-        "anyOf": [{**names, "description": "A preset, by name."}, {"$ref": "#/$defs/MachineSpec"}, _VARIABLE_REF],
-        "default": "tools_and_user",
-    }
-
-
 def _loosen(schema: Schema) -> Schema:
     """Remove every `required` that a base file may satisfy, and return the requirements of a spec without a base file.
 
     Only mappings are merged: items of lists must always be complete.
     """
     definitions: Schema = schema["$defs"]
-    whole: Schema = {"required": schema.pop("required"), "properties": {"backend": _backend_needs(definitions)}}
+    backends: list[Schema] = []
+    for name in sorted(name for name in definitions if name.endswith("BackendSpec")):
+        kind = {"kind": {"const": definitions[name]["properties"]["kind"]["const"]}}
+        if required := [key for key in definitions[name].pop("required", []) if key != "kind"]:
+            backends.append({"if": {"required": ["kind"], "properties": kind}, "then": {"required": required}})
+    by_kind = {"if": {"type": "object"}, "then": {"required": ["kind"], "allOf": backends}}
+    whole: Schema = {"required": schema.pop("required"), "properties": {"backend": by_kind}}
     by_method = {"if": {"type": "object"}, "then": {"required": ["method"]}}
     played = {"if": {"type": "object"}, "then": {"anyOf": [{"required": ["use"]}, {"required": ["prompt"]}]}}
     whole["properties"]["rewards"] = {"properties": {"credit": by_method, "scorer": played}}
@@ -252,26 +253,15 @@ _WRITES: Schema = {"required": ["value"], "not": {"anyOf": [{"required": ["to"]}
 """What `add` and `set` need."""
 
 
-def _user_rules() -> list[Schema]:
-    """One user for all tasks, or several from which `tasks.user` chooses."""
-    one: Schema = {"required": ["user"], "properties": {"user": {"type": "object"}}}
-    several: Schema = {"required": ["users"], "properties": {"users": {"type": "object", "minProperties": 1}}}
-    chosen: Schema = {"required": ["tasks"], "properties": {"tasks": {"required": ["user"]}}}
-    return [{"if": several, "then": {"not": one, **chosen}}]
-
-
-def _backend_needs(definitions: Schema) -> Schema:
-    """The required keys of each backend, by `kind`."""
-    rules: list[Schema] = []
-    for name in sorted(name for name in definitions if name.endswith("BackendSpec")):
-        definition = definitions[name]
-        kind = definition["properties"]["kind"]["const"]
-        required = [key for key in definition.pop("required", []) if key != "kind"]
-        if required:
-            condition = {"required": ["kind"], "properties": {"kind": {"const": kind}}}
-            rules.append({"if": condition, "then": {"required": required}})
-    return {"if": {"type": "object"}, "then": {"required": ["kind"], "allOf": rules}}
-
+_USERS: Schema = {
+    "if": {"required": ["users"], "properties": {"users": {"type": "object", "minProperties": 1}}},
+    "then": {
+        "not": {"required": ["user"], "properties": {"user": {"type": "object"}}},
+        "required": ["tasks"],
+        "properties": {"tasks": {"required": ["user"]}},
+    },
+}
+"""One user for all tasks, or several from which `tasks.user` chooses."""
 
 WORDS: dict[str, dict[str, str]] = {
     "": {

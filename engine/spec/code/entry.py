@@ -66,7 +66,11 @@ def load_entry(use: str, base: Path | None) -> Any:
                 f"If you trust it: --import {use}"
             )
         _named[use] = True
-    _extend_path(base)
+    search, folders = _with_folders(base)
+    if search != sys.path:
+        sys.path[:] = search
+        _ADDED.update(folders)
+        importlib.invalidate_caches()
     _own_modules_first(base)
     target = _import(module_name, use)
     for index, part in enumerate(parts):
@@ -139,14 +143,6 @@ def _with_folders(base: Path | None) -> tuple[list[str], list[str]]:
     paths = [entry for entry in sys.path if entry not in folders]
     at = next((i for i, entry in enumerate(paths) if entry in _ADDED or entry.endswith(_INSTALLED)), len(paths))
     return [*paths[:at], *folders, *paths[at:]], folders
-
-
-def _extend_path(base: Path | None) -> None:
-    wanted, folders = _with_folders(base)
-    if wanted != sys.path:
-        sys.path[:] = wanted
-        _ADDED.update(folders)
-        importlib.invalidate_caches()
 
 
 class OwnModules:

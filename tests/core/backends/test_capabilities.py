@@ -15,10 +15,10 @@ from installed_plugins import needs_plugin
 
 from engine.backends.backend import Backend
 from engine.backends.registry import runtime_class
-from engine.plugin import load
+from engine.plugin import entries, load
 from engine.schemas.backend import BackendBase, backend_classes, kinds_that_train
 from engine.schemas.generation import SamplingParams
-from engine.spec.added import missing_sync, sync_openers
+from engine.spec.added import missing_sync
 from engine.spec.load import load_spec
 from engine.validate import check_spec
 
@@ -72,7 +72,9 @@ def test_a_kind_that_trains_has_exact_ids_with_versions_and_a_way_for_weights(de
         assert declared.weight_methods == ()
         return
     assert (declared.exact_ids, declared.reports_versions) == (True, True)
-    assert missing_sync(declared.kind_name()) is not None or callable(load(sync_openers()[declared.kind_name()]))
+    assert missing_sync(declared.kind_name()) is not None or callable(
+        load(entries("weight_syncs")[declared.kind_name()])
+    )
     assert "auto" in declared.weight_methods
 
 
