@@ -205,7 +205,7 @@ class SGLangBackend(CheckedServers):
             raise BackendError(
                 "the router drops logit_bias, so ids cannot be banned; name the servers themselves", kind="unsupported"
             )
-        if request.adapter is not None and request.adapter in self.control.adapters.unloaded:
+        if request.adapter is not None and request.adapter in self.control.unloaded:
             raise BackendError(f"the adapter {request.adapter!r} was unloaded", kind="bad_request")
         if not request.images or (vision := self._format.vision) is None:
             return None

@@ -42,14 +42,23 @@ def separately(load: Load) -> LoadAll:
     return load_all
 
 
+async def post_update(server: Server, path: str, body: dict[str, Any], *, seconds: float = UPDATE_SECONDS) -> None:
+    """Send a call of an update of weights.
+
+    Raises:
+        BackendError: the server cannot be reached, or refused (kind `update_failed`).
+    """
+    reply = await server.json("POST", path, body, timeout=seconds)
+    if not reply.get("success"):
+        raise BackendError(f"{server.url}{path}: {reply.get('message')}", kind="update_failed")
+
+
 def from_disk(path: str, version: int) -> Load:
     """A function that loads the weights of a folder on a server."""
 
     async def load(server: Server, flush: bool) -> None:
         body: dict[str, Any] = {"model_path": path, "weight_version": str(version), "flush_cache": flush}
-        reply = await server.json("POST", "/update_weights_from_disk", body, timeout=UPDATE_SECONDS)
-        if not reply.get("success"):
-            raise BackendError(f"{server.url}: {reply.get('message')}", kind="update_failed")
+        await post_update(server, "/update_weights_from_disk", body)
 
     return load
 
@@ -122,67 +131,6 @@ class AllServers:
             log.debug("a call was not needed, or not possible", server=server.url, path=path, reason=str(error))
 
 
-class LoadedAdapters:
-    """The LoRA adapters that every server has. A request names one; one that names none gets the base model."""
-
-    def __init__(self, servers: AllServers) -> None:
-        self._servers = servers
-        self._calls: dict[str, dict[str, Any]] = {}
-        """By name: the call that loads it."""
-        self.unloaded: set[str] = set()
-        """Adapters that were taken out. SGLang loads one again when a request names it; the backend refuses such a
-        request."""
-
-    @property
-    def names(self) -> list[str]:
-        """Names of the adapters that were loaded here."""
-        return list(self._calls)
-
-    async def load(self, name: str, path: str) -> None:
-        """See `Control.load_adapter`."""
-        if name in self._calls:
-            await self.unload(name)
-        call = {"lora_name": name, "lora_path": str(path)}
-        asked: list[Server] = []
-        # A server that comes back meanwhile does not know of this adapter: it is asked as well.
-        while (servers := [server for server in self._servers.reachable() if server not in asked]) or not asked:
-            asked += servers
-            try:
-                await self._servers.each(servers, "/load_lora_adapter", call, seconds=UPDATE_SECONDS)
-            except NoServerError:
-                if not any(server.healthy for server in asked):
-                    raise
-            except BackendError:
-                unload = {"lora_name": name}
-                attempts = (
-                    self._servers.attempt(server, "/unload_lora_adapter", unload)
-                    for server in self._servers.reachable()
-                )
-                await asyncio.gather(*attempts)
-                raise
-        self._calls[name] = call
-        self.unloaded.discard(name)
-
-    async def unload(self, name: str) -> None:
-        """See `Control.unload_adapter`."""
-        self._calls.pop(name, None)  # also where a server is lost: it must not be given it again when it is back
-        self.unloaded.add(name)
-        with contextlib.suppress(NoServerError):
-            servers = self._servers.reachable()
-            await self._servers.each(servers, "/unload_lora_adapter", {"lora_name": name}, seconds=UPDATE_SECONDS)
-
-    async def catch_up(self, server: Server) -> bool:
-        """Load on a server that is back what it has missed; False if this changed meanwhile."""
-        calls = dict(self._calls)
-        for call in calls.values():
-            try:
-                await server.json("POST", "/load_lora_adapter", call, timeout=UPDATE_SECONDS)
-            except BackendError as error:
-                if "already" not in str(error):
-                    raise
-        return self._calls == calls
-
-
 PauseMode = Literal["in_place", "retract", "abort"]
 PAUSE_SECONDS = 60.0
 _RESUME = {"torch_empty_cache": False}
@@ -234,7 +182,12 @@ class Control(GivenWeights):
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
         self.servers = AllServers(pool)
-        self.adapters = LoadedAdapters(self.servers)
+        self.adapters: dict[str, dict[str, Any]] = {}
+        """The LoRA adapters that every server has, by name: the call that loads each. A request names one; one that
+        names none gets the base model."""
+        self.unloaded: set[str] = set()
+        """Adapters that were taken out. SGLang loads one again when a request names it; the backend refuses such a
+        request."""
         self.memory = KeptMemory()
         self.features = secrets.token_hex(8)
         """Goes into the hashes of images, and changes with the weights: SGLang keeps an image's features by its hash,
@@ -396,7 +349,25 @@ class Control(GivenWeights):
         """
         async with self._changing:
             await self.memory.resume()
-            await self.adapters.load(name, path)
+            if name in self.adapters:
+                await self._unload(name)
+            call = {"lora_name": name, "lora_path": str(path)}
+            asked: list[Server] = []
+            # A server that comes back meanwhile does not know of this adapter: it is asked as well.
+            while (servers := [server for server in self.servers.reachable() if server not in asked]) or not asked:
+                asked += servers
+                try:
+                    await self.servers.each(servers, "/load_lora_adapter", call, seconds=UPDATE_SECONDS)
+                except NoServerError:
+                    if not any(server.healthy for server in asked):
+                        raise
+                except BackendError:
+                    unload, there = {"lora_name": name}, self.servers.reachable()
+                    attempts = (self.servers.attempt(server, "/unload_lora_adapter", unload) for server in there)
+                    await asyncio.gather(*attempts)
+                    raise
+            self.adapters[name] = call
+            self.unloaded.discard(name)
 
     async def unload_adapter(self, name: str) -> None:
         """Unload an adapter on all servers.
@@ -405,7 +376,14 @@ class Control(GivenWeights):
             BackendError: a server does not know it.
         """
         async with self._changing:
-            await self.adapters.unload(name)
+            await self._unload(name)
+
+    async def _unload(self, name: str) -> None:
+        self.adapters.pop(name, None)  # also where a server is lost: it must not be given it again when it is back
+        self.unloaded.add(name)
+        with contextlib.suppress(NoServerError):
+            servers = self.servers.reachable()
+            await self.servers.each(servers, "/unload_lora_adapter", {"lora_name": name}, seconds=UPDATE_SECONDS)
 
     # -- servers that come back
 
@@ -452,7 +430,14 @@ class Control(GivenWeights):
                 (failure,) = await self._load([server], weights, flush=True)
                 if failure is not None:
                     raise failure
-        if not await self.adapters.catch_up(server) or self._weights is not weights:
+        adapters = dict(self.adapters)
+        for call in adapters.values():
+            try:
+                await server.json("POST", "/load_lora_adapter", call, timeout=UPDATE_SECONDS)
+            except BackendError as error:
+                if "already" not in str(error):
+                    raise
+        if self.adapters != adapters or self._weights is not weights:
             raise BackendError(f"{server.url} missed an update while it loaded the one before", kind="updating")
         self._refuse_during_update(server)
 

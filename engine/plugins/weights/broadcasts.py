@@ -170,19 +170,8 @@ def own_address(urls: Iterable[str]) -> str:
     return host_address
 
 
-def check_own(address: str) -> None:
-    """Check that an address is one of this host.
-
-    Raises:
-        TrainError: kind `train_setup`: it is not.
-    """
-    try:
-        family, kind, _, _, place = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind) as trial:
-            trial.bind(place)
-    except OSError as error:
-        raise TrainError(
-            f"`train.weight_sync.address: {address}` is not an address of this host ({error}): set it to the address "
-            "of process 0 of the training, or remove it",
-            kind="train_setup",
-        ) from None
+def bind_here(host: str) -> None:
+    """Bind a socket to a host's address, which must be one of this host. Raises: OSError: it is not."""
+    family, kind, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+    with socket.socket(family, kind) as trial:
+        trial.bind(address)

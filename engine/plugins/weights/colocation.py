@@ -43,8 +43,8 @@ MEMORY_SECONDS = 120.0
 """Time limit for one server to release memory or to take it back."""
 
 
-class ServerMemory(KeptMemory):
-    """The memory of all servers of a pool.
+class ServerMemory(KeptMemory, LentMemory):
+    """The memory of all servers of a pool, whose GPUs the training uses as well.
 
     await memory.release()              # between two batches
     ...                                 # the update
@@ -77,7 +77,13 @@ class ServerMemory(KeptMemory):
         if folder is not None:
             await asyncio.to_thread(folder.mkdir, mode=0o700, parents=True, exist_ok=True)
             self.file = folder / "released.json"
-            await self._recover()
+            if self.file.exists():
+                self._released = msgspec.json.decode(self.file.read_bytes(), type=dict[str, tuple[str, list[Part]]])
+                log.warning(
+                    "servers take back the memory that they released to a training that was killed",
+                    servers=list(self._released),
+                )
+                await self.resume()
         for server in self._pool.workers:
             if server.healthy and not (await server.json("GET", "/server_info")).get("enable_memory_saver"):
                 raise BackendError(
@@ -107,7 +113,11 @@ class ServerMemory(KeptMemory):
         running = 1
         try:
             async with asyncio.timeout(IDLE_SECONDS):
-                while running := await self._running(server):  # noqa: ASYNC110  (the server tells nobody)
+                while True:
+                    loads = (await server.json("GET", "/v1/loads"))["loads"]
+                    running = sum(int(load["num_running_reqs"]) + int(load["num_waiting_reqs"]) for load in loads)
+                    if not running:
+                        return
                     await asyncio.sleep(0.1)
         except TimeoutError:
             raise BackendError(
@@ -115,10 +125,6 @@ class ServerMemory(KeptMemory):
                 "batch, so it cannot release its memory; does another program use it?",
                 kind="busy",
             ) from None
-
-    async def _running(self, server: Server) -> int:
-        loads = (await server.json("GET", "/v1/loads"))["loads"]
-        return sum(int(load["num_running_reqs"]) + int(load["num_waiting_reqs"]) for load in loads)
 
     async def _release(self, server: Server) -> None:
         try:
@@ -173,23 +179,6 @@ class ServerMemory(KeptMemory):
             del self._released[server.url]
             self._write()
 
-    async def _recover(self) -> None:
-        """Have the servers take back what they released to a trainer that was killed."""
-        if self.file is None or not self.file.exists():
-            return
-        self._released = {
-            url: (process, left) for url, (process, left) in msgspec.json.decode(self.file.read_bytes()).items()
-        }
-        log.warning(
-            "servers take back the memory that they released to a training that was killed",
-            servers=list(self._released),
-        )
-        recorded = [server for server in self._pool.workers if server.url in self._released]
-        outcomes = await asyncio.gather(*(self._resume(server, PARTS) for server in recorded), return_exceptions=True)
-        for outcome in outcomes:
-            if isinstance(outcome, BaseException):
-                raise outcome
-
     def _write(self) -> None:
         if self.file is None:
             return
@@ -199,6 +188,27 @@ class ServerMemory(KeptMemory):
         draft = self.file.with_name(f".{self.file.name}")
         draft.write_bytes(msgspec.json.encode(self._released))
         draft.replace(self.file)
+
+    @asynccontextmanager
+    async def lent(self, timed: Callable[[str], AbstractContextManager[None]]) -> AsyncIterator[None]:
+        """See `LentMemory`.
+
+        Raises:
+            BackendError: A server still works on requests, or refuses; all servers have their memory then.
+        """
+        with timed("release"):
+            await self.release()
+        try:
+            yield
+        except BaseException:
+            _free_cached()
+            await self.resume()
+            raise
+        _free_cached()
+
+    async def take_back(self) -> None:
+        """See `LentMemory`."""
+        await self.resume()
 
     async def catch_up(self, server: Server) -> None:
         """Bring the memory of a server that is back in line with that of the others, before it gets weights or
@@ -226,37 +236,8 @@ def lend_memory(loaded: LoadedSpec, backend: Backend) -> LentMemory | None:
     train = loaded.spec.train
     if train is None or not train.colocate or not isinstance(backend, SGLangBackend):
         return None
-    memory = ServerMemory(backend.pool)
-    backend.control.memory = memory
-    return SharedGpus(memory)
-
-
-class SharedGpus(LentMemory):
-    """The memory of servers whose GPUs the training uses as well."""
-
-    def __init__(self, memory: ServerMemory) -> None:
-        self._memory = memory
-
-    @asynccontextmanager
-    async def lent(self, timed: Callable[[str], AbstractContextManager[None]]) -> AsyncIterator[None]:
-        """See `LentMemory`.
-
-        Raises:
-            BackendError: A server still works on requests, or refuses; all servers have their memory then.
-        """
-        with timed("release"):
-            await self._memory.release()
-        try:
-            yield
-        except BaseException:
-            _free_cached()
-            await self._memory.resume()
-            raise
-        _free_cached()
-
-    async def take_back(self) -> None:
-        """See `LentMemory`."""
-        await self._memory.resume()
+    backend.control.memory = memory = ServerMemory(backend.pool)
+    return memory
 
 
 def _free_cached() -> None:

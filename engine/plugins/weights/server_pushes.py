@@ -21,7 +21,6 @@ import structlog
 
 from engine.backends.outage import growing_pause
 from engine.errors import BackendError, OutageError, TrainError
-from engine.plugins.sglang.control import UPDATE_SECONDS
 from engine.train.files import tensor_facts
 
 if TYPE_CHECKING:
@@ -150,73 +149,42 @@ def with_retry(load: Load) -> Load:
     return twice
 
 
-async def post_update(server: Server, path: str, body: dict[str, Any], *, seconds: float = UPDATE_SECONDS) -> None:
-    """Send a call of an update of weights.
-
-    Raises:
-        BackendError: the server cannot be reached, or refused (kind `update_failed`).
-    """
-    reply = await server.json("POST", path, body, timeout=seconds)
-    if not reply.get("success"):
-        raise BackendError(f"{server.url}{path}: {reply.get('message')}", kind="update_failed")
-
-
-async def ignore_failure(call: Awaitable[None]) -> None:
-    """Wait for a call that may fail because there is nothing to do."""
-    try:
-        await call
-    except BackendError as error:
-        log.debug("nothing to end", reason=str(error))
-
-
 _TIED = "lm_head.weight"
 """A weight that is in some files of a model with tied embeddings, and not in others."""
 
 
-class ServerModels:
-    """The servers whose model was compared.
+async def check_models(backend: SGLangBackend, policy: Policy, fits: set[str], *, adapter: bool = False) -> None:
+    """Compare names, shapes and kinds of numbers with each server that was not compared yet.
 
     Args:
         backend: The backend, started.
+        policy: The policy that is trained.
+        fits: URLs of the servers that were compared; others are added.
+        adapter: Only an adapter is sent: compare the files of its base model.
+
+    Raises:
+        TrainError: kind `weights_not_taken`: a server has another model.
     """
-
-    def __init__(self, backend: SGLangBackend) -> None:
-        self._backend = backend
-        self._fits: set[str] = set()
-        """URLs of the servers that were compared."""
-
-    async def check(self, policy: Policy, *, adapter: bool = False) -> None:
-        """Compare names, shapes and kinds of numbers with each server that was not compared yet.
-
-        Args:
-            policy: The policy that is trained.
-            adapter: Only an adapter is sent: compare the files of its base model.
-
-        Raises:
-            TrainError: kind `weights_not_taken`: a server has another model.
-        """
-        new = [server for server in self._backend.workers if server.healthy and server.url not in self._fits]
-        if not new:
-            return
-        trained: Mapping[str, tuple[tuple[int, ...], bool]]
-        if adapter:
-            trained = await asyncio.to_thread(tensor_facts, policy.net.folder)
-        elif not (trained := await asyncio.to_thread(tensor_facts, policy.net.folder)):
-            weights = await asyncio.to_thread(policy.weights)
-            trained = {name: (tuple(tensor.shape), tensor.is_floating_point()) for name, tensor in weights.items()}
-        for server in new:
-            try:
-                folder = Path(str((await server.json("GET", "/model_info"))["model_path"]))
-            except BackendError:  # it is gone: the push finds out
-                continue
-            theirs = await asyncio.to_thread(tensor_facts, folder)
-            if trained and theirs and (problem := difference(trained, theirs)):
-                raise TrainError(
-                    f"{server.url} serves {folder}, which is another model than the one that is trained: {problem}. "
-                    "Nothing was sent. Start it with the folder of `model.path`",
-                    kind="weights_not_taken",
-                )
-            self._fits.add(server.url)
+    new = [server for server in backend.workers if server.healthy and server.url not in fits]
+    if not new:
+        return
+    trained = await asyncio.to_thread(tensor_facts, policy.net.folder)
+    if not trained and not adapter:
+        weights = await asyncio.to_thread(policy.weights)
+        trained = {name: (tuple(tensor.shape), tensor.is_floating_point()) for name, tensor in weights.items()}
+    for server in new:
+        try:
+            folder = Path(str((await server.json("GET", "/model_info"))["model_path"]))
+        except BackendError:  # it is gone: the push finds out
+            continue
+        theirs = await asyncio.to_thread(tensor_facts, folder)
+        if trained and theirs and (problem := difference(trained, theirs)):
+            raise TrainError(
+                f"{server.url} serves {folder}, which is another model than the one that is trained: {problem}. "
+                "Nothing was sent. Start it with the folder of `model.path`",
+                kind="weights_not_taken",
+            )
+        fits.add(server.url)
 
 
 def difference(

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
-from engine.errors import BackendError
-from engine.plugins.sglang.control import PauseMode
-from engine.plugins.weights.broadcasts import JOIN_SECONDS, BroadcastGroup, GroupKind, check_own, own_address
-from engine.plugins.weights.server_pushes import ServerModels, post_update, push_loads
+from engine.errors import BackendError, TrainError
+from engine.plugins.sglang.control import PauseMode, post_update
+from engine.plugins.weights.broadcasts import JOIN_SECONDS, BroadcastGroup, GroupKind, bind_here, own_address
+from engine.plugins.weights.server_pushes import check_models, push_loads
 from engine.plugins.weights.shared_tensors import buckets
 from engine.train.sync import Pushed, tensor_bytes
 
@@ -68,18 +68,25 @@ class CollectiveSync:
 
     def __init__(self, backend: SGLangBackend, mode: PauseMode, address: str | None, port: int | None) -> None:
         if address is not None:
-            check_own(address)
+            try:
+                bind_here(address)
+            except OSError as error:
+                raise TrainError(
+                    f"`train.weight_sync.address: {address}` is not an address of this host ({error}): set it to the "
+                    "address of process 0 of the training, or remove it",
+                    kind="train_setup",
+                ) from None
         self._backend = backend
         self._mode = mode
         self._address, self._port = address, port
-        self._fit = ServerModels(backend)
+        self._fits: set[str] = set()
         self._group: BroadcastGroup | None = None
         self._members: list[Server] = []
         backend.at_close.append(self.close)
 
     async def push(self, policy: Policy, version: int) -> Pushed:
         """See `WeightSync`. A server that was not there stays out until the next push."""
-        await self._fit.check(policy)
+        await check_models(self._backend, policy, self._fits)
         weights = await asyncio.to_thread(policy.serving_weights)
         pieces = list(buckets(weights, BUCKET_BYTES))
 

@@ -3,7 +3,7 @@
 Invariants:
 - A server that did not load the weights gets no requests until it has (`engine.plugins.sglang.control`). If a server
   dies during a push, the push goes on with the others; if all are gone, it begins again when one is back.
-- Weights that do not fit a server's model are refused before anything is sent (`ServerModels`).
+- Weights that do not fit a server's model are refused before anything is sent (`check_models`).
 - Files that a server may still read stay in the folder: the newest weights, and adapters that running requests name.
 """
 
@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import secrets
 import shutil
-import socket
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -25,12 +24,11 @@ import torch
 from engine.backends.weights import PolicyAdapter
 from engine.errors import BackendError, TrainError
 from engine.plugins.sglang.client import SGLangBackend
-from engine.plugins.sglang.control import PauseMode, from_disk, separately
+from engine.plugins.sglang.control import UPDATE_SECONDS, PauseMode, from_disk, post_update, separately
+from engine.plugins.weights.broadcasts import bind_here
 from engine.plugins.weights.server_pushes import (
-    ServerModels,
+    check_models,
     check_versions,
-    ignore_failure,
-    post_update,
     push_loads,
     through_outages,
     with_retry,
@@ -70,7 +68,15 @@ def open_sglang_sync(spec: EpisodeSpec, backend: SGLangBackend, folder: Path, *,
     if method == "disk":
         return DiskSync(backend, place.resolve(), mode)
     if method == "tensors":
-        _same_host([server.url for server in backend.workers])
+        for url in (server.url for server in backend.workers):
+            try:
+                bind_here(urlsplit(url).hostname or "")
+            except OSError:
+                raise TrainError(
+                    f"`train.weight_sync.method: tensors` uses shared memory, and {url} is not on this host: use "
+                    "`disk` with a folder that both hosts share (`train.weight_sync.folder`)",
+                    kind="train_setup",
+                ) from None
         return TensorSync(backend, mode, _launched_gpus(getattr(spec.backend, "launch", None), backend))
     if method == "collective":
         if lora:
@@ -105,12 +111,12 @@ class DiskSync:
         self._backend = backend
         self._folder = folder
         self._mode = mode
-        self._fit = ServerModels(backend)
+        self._fits: set[str] = set()
 
     async def push(self, policy: Policy, version: int) -> Pushed:
         """See `WeightSync`. The folder stays until the next one is loaded, so that a server that comes back can read
         it."""
-        await self._fit.check(policy)
+        await check_models(self._backend, policy, self._fits)
         target = self._folder / f"version-{version}"
         await asyncio.to_thread(policy.save, target, serving=True)
         load = separately(with_retry(from_disk(str(target), version)))
@@ -139,18 +145,22 @@ class TensorSync:
         self._backend = backend
         self._mode = mode
         self._gpus = gpus
-        self._fit = ServerModels(backend)
+        self._fits: set[str] = set()
 
     async def push(self, policy: Policy, version: int) -> Pushed:
         """See `WeightSync`. A server that was not there stays out until the next push."""
-        await self._fit.check(policy)
+        await check_models(self._backend, policy, self._fits)
         weights = await asyncio.to_thread(policy.serving_weights)
         pieces = list(buckets(weights))
+
+        async def end(server: Server) -> None:
+            """End an update that was interrupted."""
+            await self._backend.control.servers.attempt(server, "/end_weight_update", {}, seconds=UPDATE_SECONDS)
 
         async def load(server: Server, flush: bool) -> None:
             facts = await server.json("GET", "/server_info")
             ranks = int(facts.get("tp_size") or 1)
-            await ignore_failure(post_update(server, "/end_weight_update", {}))  # of a push that was interrupted
+            await end(server)
             await post_update(server, "/begin_weight_update", {})
             try:
                 buffer = self._buffer(server, facts, policy, max(map(buffer_bytes, pieces)))
@@ -166,7 +176,7 @@ class TensorSync:
                         body["weight_version"] = str(version)
                     await post_update(server, "/update_weights_from_tensor", body)
             except BaseException:
-                await ignore_failure(post_update(server, "/end_weight_update", {}))
+                await end(server)
                 raise
             await post_update(server, "/end_weight_update", {})
 
@@ -207,7 +217,7 @@ class AdapterSync:
         self._folder = folder
         self._stem = f"policy-{secrets.token_hex(4)}"
         self._old: list[str] = []
-        self._fit = ServerModels(backend)
+        self._fits: set[str] = set()
 
     async def push(self, policy: Policy, version: int) -> Pushed:
         """See `WeightSync`. Older adapters are unloaded at this push or a later one, when no request names them any
@@ -215,7 +225,7 @@ class AdapterSync:
         backend = self._backend
         name = f"{self._stem}-{version}"
         target = self._folder / name
-        await self._fit.check(policy, adapter=True)
+        await check_models(backend, policy, self._fits, adapter=True)
         await asyncio.to_thread(_write_adapter, policy, target)
 
         async def update() -> None:
@@ -250,23 +260,3 @@ def _write_adapter(policy: Policy, target: Path) -> None:
 
 def _file_bytes(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-
-
-def _same_host(urls: list[str]) -> None:
-    """Check that all servers are on this host, because shared memory is limited to one host.
-
-    Raises:
-        TrainError: kind `train_setup`: a server is on another host.
-    """
-    for url in urls:
-        host = urlsplit(url).hostname or ""
-        try:
-            family, kind, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-            with socket.socket(family, kind) as trial:
-                trial.bind(address)  # an address that is this host's own
-        except OSError:
-            raise TrainError(
-                f"`train.weight_sync.method: tensors` uses shared memory, and {url} is not on this host: use `disk` "
-                "with a folder that both hosts share (`train.weight_sync.folder`)",
-                kind="train_setup",
-            ) from None

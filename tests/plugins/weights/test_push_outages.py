@@ -156,7 +156,7 @@ async def cut_push(format: ChatTemplate, kind: str, folder: Path, servers: int, 
                     loaded = [
                         body["lora_name"] for path, body in proxies[0].fake.control if path == "/load_lora_adapter"
                     ]
-                    assert loaded[-1] == backend.control.adapters.names[-1]
+                    assert loaded[-1] == list(backend.control.adapters)[-1]
                 paused = [path for path, _ in proxies[0].fake.control if path.endswith("_generation")]
                 assert not paused or paused[-1] == "/continue_generation"
 

@@ -51,7 +51,7 @@ async def backend(
     """It has the model's own weights before each test, and gets them back after it."""
     made = await started(chat_format, tiny_model_dir, sglang_server)
     yield made
-    for name in made.control.adapters.names:
+    for name in list(made.control.adapters):
         await made.control.unload_adapter(name)
     await made.close()
     again = await started(chat_format, tiny_model_dir, sglang_server)
@@ -191,21 +191,21 @@ async def test_a_reply_ends_with_the_adapter_that_it_began_with_which_is_unloade
     sync = open_sync(spec_of(tiny_model_dir, lora=LORA), backend, tmp_path, lora=True)
     nudge(policy, 1)
     await sync.push(policy, 1)
-    (first,) = backend.control.adapters.names
+    (first,) = list(backend.control.adapters)
     policy.save(tmp_path / "first")
     task = asyncio.create_task(backend.generate(request(max_new_tokens=1000)))
     await until_samples(backend, len(PROMPT) + 8)
     nudge(policy, 2)
     await sync.push(policy, 2)
-    second = backend.control.adapters.names[-1]
-    assert backend.control.adapters.names == [first, second]
+    second = list(backend.control.adapters)[-1]
+    assert list(backend.control.adapters) == [first, second]
     reply = await task
     assert spans(reply) == [(1, 1000)]
     output = reply.output_ids.tolist()
     np.testing.assert_allclose(reply.logprobs, by_transformers(tmp_path / "first", PROMPT, output), atol=1e-4)
     await sync.push(policy, 3)
-    third = backend.control.adapters.names[-1]
-    assert backend.control.adapters.names == [third]
+    third = list(backend.control.adapters)[-1]
+    assert list(backend.control.adapters) == [third]
     assert [path.name for path in (tmp_path / "weights").iterdir()] == [third]
     assert spans(await backend.generate(request())) == [(3, 24)]
 
