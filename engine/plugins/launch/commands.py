@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine.plugins.launch.servers import ServerCommand, ServerProcesses
+from engine.plugins.launch.servers import LaunchedServer, ServerProcesses
 from engine.schemas.backend import changes_distribution
 from engine.tokens.catalogue import resolve_model
 
@@ -77,5 +77,5 @@ def _servers(launch: LaunchSpec, start: list[str], tp_flag: str, added: list[str
         return [launch.python or sys.executable, *start, *place, *tensor_parallel, *added, *launch.args]
 
     groups = [tuple(launch.indexes[at : at + launch.tp]) for at in range(0, len(launch.indexes), launch.tp)] or [()]
-    commands = [ServerCommand(command, launch.env, gpus) for gpus in groups]
-    return ServerProcesses(commands, ready_timeout=launch.ready_timeout, restarts=launch.restarts)
+    servers = [LaunchedServer(command, launch.env, gpus) for gpus in groups]
+    return ServerProcesses(servers, ready_timeout=launch.ready_timeout, restarts=launch.restarts)

@@ -12,7 +12,6 @@ import socket
 import time
 import urllib.request
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.error import URLError
@@ -37,26 +36,19 @@ _gpus_in_use: set[int] = set()
 """GPUs of the servers that this process has started."""
 
 
-@dataclass(frozen=True)
-class ServerCommand:
-    """How to start one server."""
-
-    argv: Callable[[int], Sequence[str]]
-    """Returns the command for a port."""
-    env: dict[str, str]
-    """Variables that are added to the engine's environment."""
-    gpus: tuple[int, ...]
-    """Indexes of its GPUs, among those that this process sees; empty: none."""
-
-
 class LaunchedServer:
-    """One server: its process, its port, its log."""
+    """One server: its process, its port, its log.
 
-    def __init__(self, command: ServerCommand, number: int) -> None:
-        self._command = command
-        self._number = number
+    Args:
+        argv: Returns the command for a port.
+        env: Variables that are added to the engine's environment.
+        gpus: Indexes of its GPUs, among those that this process sees; empty: none.
+    """
+
+    def __init__(self, argv: Callable[[int], Sequence[str]], env: dict[str, str], gpus: tuple[int, ...]) -> None:
+        self.argv, self.env, self.gpus = argv, env, gpus
         # Bound until the server starts, so that no other process gets the port in between.
-        self._reserved: socket.socket | None = socket.socket()
+        self._reserved = socket.socket()
         self._reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._reserved.bind(("127.0.0.1", 0))
         self.port: int = self._reserved.getsockname()[1]
@@ -65,18 +57,16 @@ class LaunchedServer:
         self.restarts = 0
         self.process: asyncio.subprocess.Process | None = None
 
-    async def begin(self, folder: Path) -> None:
-        """Start the process; its output is appended to a log in `folder`.
+    async def begin(self, log: Path) -> None:
+        """Start the process; its output is appended to `log`.
 
         Raises:
             BackendError: The interpreter cannot be started (kind `launch`).
         """
-        if self._reserved is not None:
-            self._reserved.close()
-            self._reserved = None
-        self.log = folder / f"server-{self._number}.log"
-        argv = list(self._command.argv(self.port))
-        opened = os.open(self.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        self._reserved.close()
+        self.log = log
+        argv = self.argv(self.port)
+        opened = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         with os.fdopen(opened, "ab") as output:
             output.write(f"--- {' '.join(argv)}\n".encode())
             output.flush()
@@ -86,7 +76,7 @@ class LaunchedServer:
                     stdin=asyncio.subprocess.PIPE,
                     stdout=output,
                     stderr=asyncio.subprocess.STDOUT,
-                    env={**os.environ, **self._command.env, **_visible(self._command.gpus)},
+                    env={**os.environ, **self.env, **_visible(self.gpus)},
                     start_new_session=True,  # Ctrl-C is for the engine, which ends its episodes first
                 )
             except OSError as error:
@@ -96,16 +86,6 @@ class LaunchedServer:
     def alive(self) -> bool:
         """Whether its process runs."""
         return self.process is not None and self.process.returncode is None
-
-    @property
-    def status(self) -> int | None:
-        """Exit status of its process; None while it runs."""
-        return self.process.returncode if self.process is not None else None
-
-    async def died(self) -> None:
-        """Wait until its process has ended."""
-        if self.process is not None:
-            await self.process.wait()
 
     async def ready(self, seconds: float) -> None:
         """Wait until it answers its health check.
@@ -129,8 +109,7 @@ class LaunchedServer:
             await asyncio.sleep(_POLL_SECONDS)
 
     def _end_of_log(self) -> str:
-        if self.log is None:
-            return "it wrote no log"
+        assert self.log is not None
         with self.log.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - LOG_TAIL))
             tail = file.read().decode(errors="replace")
@@ -138,28 +117,25 @@ class LaunchedServer:
 
     async def end(self) -> None:
         """End the process, and wait for it."""
-        if self._reserved is not None:
-            self._reserved.close()
-            self._reserved = None
-        if self.process is None:
-            return
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        await self.process.wait()  # the warden kills the server after the grace
+        self._reserved.close()
+        if self.process is not None:
+            assert self.process.stdin is not None
+            self.process.stdin.close()
+            await self.process.wait()  # the warden kills the server after the grace
 
 
 class ServerProcesses:
     """All servers of one backend.
 
-    servers = LaunchedServers(commands, ready_timeout=600, restarts=3)
-    [server.url for server in servers]
+    servers = ServerProcesses([LaunchedServer(argv, {}, gpus=(0,))], ready_timeout=600, restarts=3)
+    servers.urls
     await servers.start(folder)         # returns when all answer
     await servers.close()
     """
 
-    def __init__(self, commands: Sequence[ServerCommand], *, ready_timeout: float, restarts: int) -> None:
-        self._servers = [LaunchedServer(command, number) for number, command in enumerate(commands)]
-        self._gpus = {gpu for command in commands for gpu in command.gpus}
+    def __init__(self, servers: Sequence[LaunchedServer], *, ready_timeout: float, restarts: int) -> None:
+        self._servers = servers
+        self._gpus = {gpu for server in servers for gpu in server.gpus}
         self._ready_timeout = ready_timeout
         self._restarts = restarts
         self._watches: list[asyncio.Task[None]] = []
@@ -191,34 +167,33 @@ class ServerProcesses:
         self._leased = True
         await asyncio.to_thread(folder.mkdir, mode=0o700, parents=True, exist_ok=True)
         log.info("servers are starting", servers=len(self._servers), logs=str(folder))
-        starts = [asyncio.create_task(self._begin(server, folder)) for server in self._servers]
-        ready = False
+        logs = [folder / f"server-{number}.log" for number in range(len(self._servers))]
+        starts = [asyncio.create_task(self._begin(*begun)) for begun in zip(self._servers, logs, strict=True)]
         try:
             await asyncio.gather(*starts)
-            ready = True
-        finally:
-            if not ready:
-                await _cancel(starts)
-                await self.close()
-        self._watches = [asyncio.create_task(self._watch(server, folder)) for server in self._servers]
+        except BaseException:
+            await _cancel(starts)
+            await self.close()
+            raise
+        self._watches = [asyncio.create_task(self._watch(*begun)) for begun in zip(self._servers, logs, strict=True)]
 
-    async def _begin(self, server: LaunchedServer, folder: Path) -> None:
-        await server.begin(folder)
+    async def _begin(self, server: LaunchedServer, log: Path) -> None:
+        await server.begin(log)
         await server.ready(self._ready_timeout)
 
-    async def _watch(self, server: LaunchedServer, folder: Path) -> None:
+    async def _watch(self, server: LaunchedServer, file: Path) -> None:
         """Start a server again when it dies. The pool takes it in again when it answers."""
+        assert server.process is not None
         while True:
-            await server.died()
-            status = server.status
+            status = await server.process.wait()
             if server.restarts == self._restarts:
-                log.error("a server died too often and stays out", url=server.url, status=status, log=str(server.log))
+                log.error("a server died too often and stays out", url=server.url, status=status, log=str(file))
                 return
             await asyncio.sleep(_RESTART_PAUSE * 2**server.restarts)
             server.restarts += 1
-            log.warning("a server died and is started again", url=server.url, status=status, log=str(server.log))
+            log.warning("a server died and is started again", url=server.url, status=status, log=str(file))
             try:
-                await self._begin(server, folder)
+                await self._begin(server, file)
             except BackendError as error:
                 log.warning("a server could not be started again", url=server.url, reason=str(error))
                 await server.end()

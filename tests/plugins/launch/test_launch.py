@@ -15,7 +15,7 @@ from waiting import process_runs, until, wait_until
 
 from engine.errors import BackendError
 from engine.plugins.launch.commands import sglang_servers
-from engine.plugins.launch.servers import ServerCommand, ServerProcesses
+from engine.plugins.launch.servers import LaunchedServer, ServerProcesses
 from engine.plugins.lora.spec import LoraSpec
 from engine.plugins.sglang.spec import SGLangBackendSpec
 from engine.schemas.backend import LaunchSpec
@@ -35,11 +35,11 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
 
 
-def command(code: str = SERVER, gpus: tuple[int, ...] = ()) -> ServerCommand:
-    return ServerCommand(lambda port: [sys.executable, "-c", code, str(port)], {}, gpus)
+def command(code: str = SERVER, gpus: tuple[int, ...] = ()) -> LaunchedServer:
+    return LaunchedServer(lambda port: [sys.executable, "-c", code, str(port)], {}, gpus)
 
 
-def servers(*commands: ServerCommand, ready_timeout: float = 60, restarts: int = 3) -> ServerProcesses:
+def servers(*commands: LaunchedServer, ready_timeout: float = 60, restarts: int = 3) -> ServerProcesses:
     return ServerProcesses(commands or [command()], ready_timeout=ready_timeout, restarts=restarts)
 
 
@@ -103,7 +103,7 @@ async def test_a_start_that_is_cancelled_leaves_no_process(tmp_path: Path) -> No
 
 
 async def test_an_interpreter_that_is_missing_is_an_error(tmp_path: Path) -> None:
-    launched = servers(ServerCommand(lambda port: ["/no/such/python", "-m", "x"], {}, ()))
+    launched = servers(LaunchedServer(lambda port: ["/no/such/python", "-m", "x"], {}, ()))
     with pytest.raises(BackendError, match=r"(?s)status 1 while it started.*/no/such/python"):
         await launched.start(tmp_path)
 
@@ -178,14 +178,14 @@ async def test_each_server_sees_its_own_gpus(tmp_path: Path, monkeypatch: pytest
 
 def commands(spec: LaunchSpec, train: TrainSpec | None = None) -> list[list[str]]:
     launched = sglang_servers(spec, Path("/model"), train)
-    return [list(server._command.argv(30000)) for server in launched._servers]
+    return [list(server.argv(30000)) for server in launched._servers]
 
 
 def test_commands_name_model_port_and_gpus() -> None:
     spec = LaunchSpec(gpus=[0, 1, 4, 5], tp=2, args=["--mem-fraction-static", "0.8"], python="/sglang/bin/python")
     base = "/sglang/bin/python -m sglang.launch_server --model-path /model --host 127.0.0.1 --port 30000"
     assert commands(spec) == [[*base.split(), "--tp-size", "2", "--mem-fraction-static", "0.8"]] * 2
-    gpus = [server._command.gpus for server in sglang_servers(spec, Path("/model"), None)._servers]
+    gpus = [server.gpus for server in sglang_servers(spec, Path("/model"), None)._servers]
     assert gpus == [(0, 1), (4, 5)]
 
 
