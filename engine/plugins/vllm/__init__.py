@@ -1,8 +1,7 @@
 """vLLM servers over `/v1/completions`, with token ids in both directions.
 
 spec.py    the section `backend`
-client.py  the backend; which log-probs a server reports
-wire.py    its dialect
+client.py  the backend, its dialect; which log-probs a server reports
 """
 
 from engine.plugin import Plugin

@@ -20,9 +20,8 @@ from vllm_server import EOS, VOCAB, Fault, VLLMServer, log_softmax, reply
 from engine.errors import BackendError, ContextOverflow, OutageError
 from engine.plugins.launch.commands import vllm_servers
 from engine.plugins.servers.wire import EncodedRequest, RequestEncoder
-from engine.plugins.vllm.client import VLLMBackend
+from engine.plugins.vllm.client import VLLM, VLLMBackend
 from engine.plugins.vllm.spec import VLLMBackendSpec
-from engine.plugins.vllm.wire import VLLM
 from engine.schemas.backend import LaunchSpec
 from engine.schemas.generation import FinishReason, GenerateRequest, ImagePart, SamplingParams
 from engine.tokens.template import ChatTemplate
@@ -394,7 +393,7 @@ def test_vllm_s_own_models_read_every_request_as_it_is_meant(parameters: dict[st
 
 def command(sampling: SamplingParams, **launch: Any) -> list[str]:
     servers = vllm_servers(LaunchSpec.model_validate(launch), Path("/models/m"), sampling)
-    return list(servers._servers[0]._command.argv(30000))
+    return list(servers._servers[0].argv(30000))
 
 
 def test_launched_servers_report_the_log_probs_of_the_spec() -> None:
