@@ -80,7 +80,7 @@ def examine(loaded: LoadedSpec | None) -> list[CheckResult]:
     if loaded is None or (served and launch is not None):
         python = launch.python or sys.executable if launch is not None else sys.executable
         sglang = sglang_of(python, launch.env if launch is not None else {}, flags=launch is not None)
-    machine = MachineFacts.here(["transformers", "peft", "sglang", "nvidia-cudnn-cu12"])
+    machine = MachineFacts.here()
     return check(Examined(machine, loaded, sglang, None if loaded is None else _model_bytes(loaded)))
 
 
@@ -343,7 +343,7 @@ def packages(examined: Examined) -> Iterator[CheckResult]:
     """Packages that a spec needs."""
     if examined.loaded is None or examined.loaded.spec.train is None:
         return
-    if examined.loaded.spec.train.adapter is not None and "peft" not in examined.machine.packages:
+    if examined.loaded.spec.train.adapter is not None and not examined.machine.peft:
         yield CheckResult("error", "packages", "`train.lora` needs peft", "pip install 'peft>=0.17'")
 
 

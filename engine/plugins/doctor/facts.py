@@ -14,8 +14,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
+from dataclasses import dataclass
 from pathlib import Path
 
 SERVER_HELP_SECONDS = 180.0
@@ -69,11 +68,11 @@ class MachineFacts:
     """Maximum number of open files of this process."""
     loopback: str | None = None
     """Why no port of 127.0.0.1 can be opened; None: one can."""
-    packages: dict[str, str] = field(default_factory=dict)
-    """Installed version by name of a package."""
+    peft: bool = False
+    """Whether peft is installed."""
 
     @classmethod
-    def here(cls, packages: list[str]) -> MachineFacts:
+    def here(cls) -> MachineFacts:
         """Find the facts of this machine. Imports torch."""
         import torch
 
@@ -101,7 +100,7 @@ class MachineFacts:
             shared_memory=shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else None,
             open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
             loopback=_loopback(),
-            packages={name: found for name in packages if (found := installed(name)) is not None},
+            peft=importlib.util.find_spec("peft") is not None,
         )
 
 
@@ -113,14 +112,6 @@ def cudnn_release(number: int) -> tuple[int, int]:
 def release(text: str) -> tuple[int, ...]:
     """The numbers of a version: `2.9.1+cu128` is (2, 9, 1)."""
     return tuple(int(part) for part in re.findall(r"\d+", text.partition("+")[0])[:3])
-
-
-def installed(package: str) -> str | None:
-    """Version of an installed package; None: it is not installed."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def sglang_of(python: str, env: dict[str, str], *, flags: bool) -> SGLangInstall:

@@ -30,7 +30,7 @@ GOOD = MachineFacts(
     driver="580.1",
     shared_memory=64 * GIB,
     open_files=65536,
-    packages={"peft": "0.18"},
+    peft=True,
 )
 SGLANG = SGLangInstall("/s/python", "0.5.23", flags=frozenset({"--mem-fraction-static", "--dtype"}))
 
@@ -130,7 +130,7 @@ LAUNCH = {
         ({}, {}, SGLANG, 200 * GIB, "the weights take 200 GiB, and 1 GPU of a server have 139"),
         ({"shared_memory": GIB // 2}, {"backend": LAUNCH | {"launch": {"gpus": 2, "tp": 2}}}, SGLANG, None, "error shared memory"),
         ({"open_files": 256}, {}, SGLANG, None, "warning open files: at most 256; 768 may be needed"),
-        ({"packages": {}}, {"train": {"lora": {}}}, SGLANG, None, "`train.lora` needs peft → pip install"),
+        ({"peft": False}, {"train": {"lora": {}}}, SGLANG, None, "`train.lora` needs peft → pip install"),
         ({}, {"train": {}}, SGLANG, 10**15, "error disk"),
         ({"system": "Darwin"}, {}, SGLANG, None, "`backend.launch` starts servers on Linux, not on Darwin"),
     ],
