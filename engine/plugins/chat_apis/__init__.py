@@ -1,8 +1,8 @@
 """Models behind chat APIs, and what they cost.
 
 spec.py      the backends `openai` and `anthropic`, their prices, and the section `rollout.max_cost`
-backend.py   the base class of their backends; openai.py, anthropic.py: one protocol each
-pace.py      requests and tokens in a minute
+backend.py   the base class of their backends, and requests and tokens in a minute; openai.py, anthropic.py: one
+             protocol each
 budget.py    what a run has cost, in a file
 costs.py     counts the costs of a run or a training
 rules.py     the rule `backend.no-prices`

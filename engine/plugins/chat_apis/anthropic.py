@@ -17,10 +17,11 @@ from typing import Any
 import msgspec
 
 from engine.errors import BackendError
-from engine.plugins.chat_apis.backend import ApiAnswer, ApiBackend, UnusableReplyError
+from engine.plugins.chat_apis.backend import ApiAnswer, ApiBackend
 from engine.plugins.chat_apis.budget import Usage
 from engine.plugins.chat_apis.spec import AnthropicBackendSpec
 from engine.plugins.servers.http.reply import HttpReply, refusal
+from engine.plugins.servers.wire import ReplyError
 from engine.schemas.generation import FinishReason, GenerateRequest, SamplingParams
 from engine.schemas.message import Message, TextPart
 
@@ -131,7 +132,7 @@ class AnthropicBackend(ApiBackend):
             status = _STATUSES.get(str((reply.error or {}).get("type")), 500)
             raise refusal(self._spec.url, HttpReply(status, body))
         if reply.content is None or reply.stop_reason is None:
-            raise UnusableReplyError("it has no `content` or no `stop_reason`")
+            raise ReplyError("it has no `content` or no `stop_reason`")
         finish = _finish(reply)
         texts: list[str] = []
         calls: list[tuple[str, Any]] = []
@@ -188,7 +189,7 @@ def _seconds_until(reset: bytes) -> float | None:
 def _string(block: dict[str, Any], name: str) -> str:
     value = block.get(name)
     if not isinstance(value, str):
-        raise UnusableReplyError(f"a block of type `{block['type']}` has no text in `{name}`")
+        raise ReplyError(f"a block of type `{block['type']}` has no text in `{name}`")
     return value
 
 

@@ -15,7 +15,7 @@ import asyncio
 import time
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -29,10 +29,10 @@ from engine.backends.registry import refuse_parameters
 from engine.deadline import Deadlines
 from engine.errors import BackendError, OutageError
 from engine.plugins.chat_apis.budget import Budget, Usage
-from engine.plugins.chat_apis.pace import Pace
 from engine.plugins.chat_apis.spec import ApiBackendSpec
 from engine.plugins.servers.http.client import HttpClient, key_headers, read_key
 from engine.plugins.servers.http.reply import UNAVAILABLE, HttpFailure, HttpReply, refusal
+from engine.plugins.servers.wire import ReplyError
 from engine.schemas.generation import FinishReason, GenerateRequest, Generation
 from engine.schemas.message import MalformedCall, Message, ToolCall
 from engine.tokens.images import DIGEST
@@ -62,10 +62,6 @@ class ApiAnswer(msgspec.Struct, frozen=True):
     """Name and arguments of each tool call; the arguments as an object or as JSON text."""
     signed: list[dict[str, Any]] | None = None
     """See `Generation.signed`."""
-
-
-class UnusableReplyError(ValueError):
-    """A reply that is not of the API's form."""
 
 
 class ApiBackend(Backend):
@@ -133,7 +129,7 @@ class ApiBackend(Backend):
         """Read a reply with status 200.
 
         Raises:
-            UnusableReplyError, msgspec.DecodeError, UnicodeDecodeError: It is not of the API's form.
+            ReplyError, msgspec.DecodeError, UnicodeDecodeError: It is not of the API's form.
         """
 
     def adapts(self, reply: HttpReply, sent: bytes) -> bool:
@@ -277,8 +273,9 @@ class ApiBackend(Backend):
         self._counts["attempts"] += 1
         try:
             body = msgspec.json.encode(self.body(request, messages))
+            most = _REST_BYTES + _TOKEN_BYTES * request.max_new_tokens  # with reasoning
             with self._try_deadlines.begin():
-                reply = await self._http.request("POST", self.path, body, most=_most(request))
+                reply = await self._http.request("POST", self.path, body, most=most)
         except HttpFailure as failure:
             message = f"{self._spec.url}: {failure}"
             raise BackendError(message, kind="unreachable", retryable=True, refused=not failure.sent) from None
@@ -296,7 +293,7 @@ class ApiBackend(Backend):
             self._pace.rest(seconds)
         try:
             return self.read(reply.body)
-        except (UnusableReplyError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (ReplyError, msgspec.DecodeError, UnicodeDecodeError) as error:
             self._counts["bad_replies"] += 1
             message = f"{self._spec.url} sent a reply that cannot be used: {error}"
             raise BackendError(message, kind="bad_reply", retryable=True) from None
@@ -352,28 +349,21 @@ def _as_user(message: Message) -> Message:
 
 def _read_call(id_: str, name: str, arguments: Any) -> ToolCall | MalformedCall:
     """A call, read; or malformed if its arguments are not a JSON object."""
-    problem = ""
+    read, problem = arguments, ""
     if isinstance(arguments, str):
         try:
             read = msgspec.json.decode(arguments or "{}")
         except (msgspec.DecodeError, UnicodeError) as error:
             read, problem = None, f": {error}"
-    else:
-        read = arguments
+    problem = f"The arguments of `{name}` are not a JSON object{problem}."
     if isinstance(read, dict):
         try:
             return storable_call(id_, name, read)
         except UnreadableCall as error:
-            return MalformedCall(raw=_raw(name, arguments), problem=str(error))
-    return MalformedCall(
-        raw=_raw(name, arguments), problem=f"The arguments of `{name}` are not a JSON object{problem}."
-    )
-
-
-def _raw(name: str, arguments: Any) -> str:
-    """A malformed call in writing."""
+            problem = str(error)
     text = arguments if isinstance(arguments, str) else msgspec.json.encode(arguments).decode()
-    return f'<tool_call>\n{{"name": "{name}", "arguments": {text}}}\n</tool_call>'
+    raw = f'<tool_call>\n{{"name": "{name}", "arguments": {text}}}\n</tool_call>'
+    return MalformedCall(raw=raw, problem=problem)
 
 
 def _estimate(request: GenerateRequest) -> int:
@@ -381,6 +371,88 @@ def _estimate(request: GenerateRequest) -> int:
     return len(request.input_ids) + request.max_new_tokens
 
 
-def _most(request: GenerateRequest) -> int:
-    """Maximum size of a reply in bytes: its tokens, with reasoning, and everything else."""
-    return _REST_BYTES + _TOKEN_BYTES * request.max_new_tokens
+# Limits of requests and tokens a minute: over any time `t`, at most `limit * (1 + t / 60)` requests, and tokens as
+# estimated, are sent; a request that is larger than a minute's tokens is sent alone, when a whole minute's are free.
+_MINUTE = 60.0
+_ROUNDING = 1e-6
+"""Seconds below which a wait is an error of rounding."""
+
+
+class _Bucket:
+    """Amounts that become free at a constant rate, up to those of one minute."""
+
+    __slots__ = ("_at", "_free", "_limit")
+
+    def __init__(self, limit: int, now: float) -> None:
+        self._limit = self._free = float(limit)
+        self._at = now
+
+    def seconds(self, amount: float, now: float) -> float:
+        """Seconds until `amount` is free; of more than a minute's, until all of it is."""
+        self._free = min(self._limit, self._free + (now - self._at) * self._limit / _MINUTE)
+        self._at = now
+        return max(0.0, (min(amount, self._limit) - self._free) * _MINUTE / self._limit)
+
+    def take(self, amount: float) -> None:
+        """Take an amount (or give it back, if negative); what is missing has to become free first."""
+        self._free = min(self._limit, self._free - amount)
+
+
+class Pace:
+    """Makes requests wait, first come, first served, so that the limits of an API are kept.
+
+        pace = Pace(requests=500, tokens=30_000)
+        await pace.take(1200)           # an estimate: prompt and longest reply
+        pace.correct(1200, 800)         # what the API counted
+
+    Args:
+        requests: Requests a minute; None: any number.
+        tokens: Tokens a minute; None: any number.
+        clock: The time in seconds.
+        sleep: Waits for some seconds.
+    """
+
+    def __init__(
+        self,
+        requests: int | None,
+        tokens: int | None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self._clock = clock
+        self._sleep = sleep
+        self._requests = None if requests is None else _Bucket(requests, clock())
+        self._tokens = None if tokens is None else _Bucket(tokens, clock())
+        self._turn = asyncio.Lock()
+        self._rests_until = 0.0
+        self.waited = 0.0
+        """Seconds that requests waited, the waiting in line not counted."""
+
+    async def take(self, tokens: int) -> None:
+        """Wait until a request with so many tokens may be sent."""
+        if self._requests is None and self._tokens is None and self._rests_until <= self._clock():
+            return
+        async with self._turn:
+            while (seconds := self._seconds(tokens)) > _ROUNDING:
+                self.waited += seconds
+                await self._sleep(seconds)
+            if self._requests is not None:
+                self._requests.take(1)
+            if self._tokens is not None:
+                self._tokens.take(tokens)
+
+    def _seconds(self, tokens: int) -> float:
+        now = self._clock()
+        wants = ((self._requests, 1), (self._tokens, tokens))
+        rest = self._rests_until - now
+        return max([rest, *(bucket.seconds(amount, now) for bucket, amount in wants if bucket is not None)])
+
+    def rest(self, seconds: float) -> None:
+        """Let no request begin for some seconds, because the API said that nothing is left of a limit."""
+        self._rests_until = max(self._rests_until, self._clock() + seconds)
+
+    def correct(self, estimated: int, counted: int) -> None:
+        """Replace an estimate by what the API counted."""
+        if self._tokens is not None:
+            self._tokens.take(counted - estimated)

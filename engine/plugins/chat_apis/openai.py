@@ -7,10 +7,11 @@ from typing import Any
 
 import msgspec
 
-from engine.plugins.chat_apis.backend import ApiAnswer, ApiBackend, UnusableReplyError
+from engine.plugins.chat_apis.backend import ApiAnswer, ApiBackend
 from engine.plugins.chat_apis.budget import Usage
 from engine.plugins.chat_apis.spec import OpenAIBackendSpec
 from engine.plugins.servers.http.reply import HttpReply
+from engine.plugins.servers.wire import ReplyError
 from engine.schemas.generation import FinishReason, GenerateRequest, SamplingParams
 from engine.schemas.message import Message, TextPart
 
@@ -86,7 +87,7 @@ class OpenAIBackend(ApiBackend):
         """See `ApiBackend.read`."""
         completion = _decoder.decode(body)
         if not completion.choices:
-            raise UnusableReplyError("it has no choices")
+            raise ReplyError("it has no choices")
         choice = completion.choices[0]
         message = choice.message
         return ApiAnswer(

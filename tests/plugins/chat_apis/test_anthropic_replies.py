@@ -15,7 +15,7 @@ from test_openai import TOOL, request
 
 from engine.errors import BackendError, ContextOverflow
 from engine.plugins.chat_apis.anthropic import AnthropicBackend
-from engine.plugins.chat_apis.pace import Pace
+from engine.plugins.chat_apis.backend import Pace
 from engine.plugins.servers.http.reply import HttpReply
 from engine.schemas.generation import FinishReason
 from engine.schemas.message import MalformedCall, Message, ToolCall

@@ -10,8 +10,8 @@ from api_server import ApiServer
 from slow_cases import slow_after
 from test_openai import request
 
+from engine.plugins.chat_apis.backend import Pace
 from engine.plugins.chat_apis.openai import OpenAIBackend
-from engine.plugins.chat_apis.pace import Pace
 from engine.plugins.chat_apis.spec import OpenAIBackendSpec
 from engine.schemas.model import ModelSpec
 from engine.tokens.loading import load_format
