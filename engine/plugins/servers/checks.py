@@ -15,7 +15,7 @@ import structlog
 from engine.errors import BackendError, OutageError
 from engine.plugins.servers.backend import ServersBackend
 from engine.plugins.servers.http.client import key_headers, read_key
-from engine.plugins.servers.http.reply import HttpFailure, HttpReply, error_text
+from engine.plugins.servers.http.reply import HttpReply, error_text
 from engine.plugins.servers.launched import launched_servers
 from engine.plugins.servers.pool import Server
 from engine.plugins.servers.wire import ReplyError, RequestEncoder, read_reply
@@ -50,13 +50,7 @@ async def ask(server: Server, path: str, body: dict[str, Any] | bytes) -> HttpRe
         BackendError: no reply in time (kind `unreachable`).
     """
     data = body if isinstance(body, bytes) else msgspec.json.encode(body)
-    try:
-        async with asyncio.timeout(TRIAL_SECONDS):
-            return await server.http.request("POST", path, data)
-    except TimeoutError:
-        raise BackendError(f"{server.url} did not answer within {TRIAL_SECONDS:g} s", kind="unreachable") from None
-    except HttpFailure as failure:
-        raise BackendError(f"{server.url}: {failure}", kind="unreachable") from None
+    return await server.ask("POST", path, data, timeout=TRIAL_SECONDS)
 
 
 class CheckedServers(ServersBackend):

@@ -23,7 +23,7 @@ import structlog
 from engine.backends.outage import Outage, growing_pause
 from engine.errors import BackendError
 from engine.plugins.servers.http.client import HttpClient
-from engine.plugins.servers.http.reply import UNAVAILABLE, HttpFailure, error_text
+from engine.plugins.servers.http.reply import UNAVAILABLE, HttpFailure, HttpReply, error_text
 from engine.schemas.base import Struct
 
 log = structlog.get_logger(__name__)
@@ -87,6 +87,21 @@ class Server:
         self.in_flight -= 1
         self.heard = time.monotonic()
 
+    async def ask(self, method: str, path: str, body: bytes, *, timeout: float) -> HttpReply:  # noqa: ASYNC109
+        """Send a request. Returns its reply, whatever its status.
+
+        Raises:
+            BackendError: No reply in `timeout` seconds (kind `unreachable`, retryable).
+        """
+        try:
+            async with asyncio.timeout(timeout):
+                return await self.http.request(method, path, body)
+        except TimeoutError:
+            message = f"{self.url}{path} did not answer within {timeout:g} s"
+        except HttpFailure as failure:
+            message = f"{self.url}{path}: {failure}"
+        raise BackendError(message, kind="unreachable", retryable=True, refused=True)
+
     async def json(self, method: str, path: str, body: Any = None, *, timeout: float = 30.0) -> Any:  # noqa: ASYNC109
         """Send a small request. Returns its decoded reply; None if the body is empty.
 
@@ -94,16 +109,8 @@ class Server:
             BackendError: No reply in `timeout` seconds (kind `unreachable`, retryable), or a status other than 2xx
                 (kind `http_<status>`); the message includes the server's.
         """
-        try:
-            async with asyncio.timeout(timeout):
-                reply = await self.http.request(method, path, b"" if body is None else msgspec.json.encode(body))
-        except TimeoutError:
-            message = f"{self.url}{path} did not answer within {timeout:g} s"
-            raise BackendError(message, kind="unreachable", retryable=True, refused=True) from None
-        except HttpFailure as failure:
-            raise BackendError(
-                f"{self.url}{path}: {failure}", kind="unreachable", retryable=True, refused=True
-            ) from None
+        data = b"" if body is None else msgspec.json.encode(body)
+        reply = await self.ask(method, path, data, timeout=timeout)
         if not 200 <= reply.status < 300:
             message = f"{self.url}{path} answered {reply.status}: {error_text(reply)}"
             raise BackendError(
