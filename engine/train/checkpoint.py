@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from safetensors import SafetensorError
 
 from engine.errors import TrainError
@@ -34,8 +35,7 @@ if TYPE_CHECKING:
 
 _STEP = "step-"
 FORMAT = 3
-"""Format version of a checkpoint. Format 2 had one file for each part instead of a folder. Format 1 had `next_group`
-alone instead of `groups`, and no list of parts. All are read."""
+"""Format version of a checkpoint."""
 
 
 @dataclass(slots=True)
@@ -51,23 +51,6 @@ class State:
     best: float | None = None
     """Value of the best evaluation so far."""
     best_step: int | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        """The state as JSON data."""
-        groups = {"next": self.groups.next, "beyond": sorted(self.groups.beyond)}
-        fields = {"step": self.step, "version": self.version, "groups": groups}
-        return fields | {"best": self.best, "best_step": self.best_step}
-
-    @classmethod
-    def of_json(cls, data: dict[str, Any]) -> State:
-        """Read what `to_json` returned, or a state of format 1.
-
-        Raises:
-            KeyError, TypeError: it is neither of them.
-        """
-        groups = data["groups"] if "groups" in data else {"next": data["next_group"], "beyond": []}
-        consumed = ConsumedGroups(groups["next"], set(groups["beyond"]))
-        return cls(data["step"], data["version"], consumed, data["best"], data["best_step"])
 
 
 def checkpoints_of(folder: Path) -> list[Path]:
@@ -104,7 +87,8 @@ class Checkpoints:
         """
         final = self._folder / "checkpoints" / f"{_STEP}{state.step:06d}"
         parts = learner.state_parts()
-        content = {"format": FORMAT} | state.to_json() | {"parts": {name: part.version for name, part in parts.items()}}
+        versions = {name: part.version for name, part in parts.items()}
+        content = {"format": FORMAT} | msgspec.to_builtins(state, order="deterministic") | {"parts": versions}
         text = json.dumps(content, indent=2) + "\n"
         draft = final.with_name(f".{final.name}.part")
         try:
@@ -125,23 +109,19 @@ class Checkpoints:
                     _sync(path)
                 draft.replace(final)
                 _sync(final.parent)
-            self._prune(state)
+            stay = checkpoints_of(self._folder)[-self._keep :]
+            for path in checkpoints_of(self._folder):
+                if path not in stay and step_of(path) != state.best_step:
+                    # renamed first, so that a partly removed checkpoint never has a valid name
+                    path.replace(path.with_name(f".{path.name}.old"))
+            for old in final.parent.glob(f".{_STEP}*.old"):
+                shutil.rmtree(old)
         except TrainError:
             shutil.rmtree(draft, ignore_errors=True)
             raise
         except (OSError, SafetensorError) as error:
             raise TrainError(f"cannot write the checkpoint {final}: {error}", kind="checkpoint") from error
         return final
-
-    def _prune(self, state: State) -> None:
-        stay = checkpoints_of(self._folder)[-self._keep :]
-        for path in checkpoints_of(self._folder):
-            if path not in stay and step_of(path) != state.best_step:
-                path.replace(
-                    path.with_name(f".{path.name}.old")
-                )  # renamed first, so that a partly removed checkpoint never has a valid name
-        for old in (self._folder / "checkpoints").glob(f".{_STEP}*.old"):
-            shutil.rmtree(old)
 
     def newest(self) -> Path | None:
         """The newest complete checkpoint; None if there is none."""
@@ -156,11 +136,10 @@ class Checkpoints:
         """
         try:
             data: dict[str, Any] = json.loads((checkpoint / "state.json").read_text())
-            state = State.of_json(data)
-            if data.get("format", 1) > FORMAT:
-                raise ValueError(f"its format is {data['format']}; this engine reads formats up to {FORMAT}")
-            parts = learner.state_parts()
-            held: dict[str, int] = data.get("parts", {"policy": 1, "optimizer": 1})
+            if data["format"] != FORMAT:
+                raise ValueError(f"its format is {data['format']}; this engine reads format {FORMAT}")
+            state = msgspec.convert(data, State)
+            parts, held = learner.state_parts(), data["parts"]
             for name in sorted(held.keys() | parts.keys()):
                 version = parts[name].version if name in parts else None
                 if version != held.get(name):
@@ -168,7 +147,7 @@ class Checkpoints:
                         f"its part `{name}` has version {held.get(name, '(missing)')}, and this training needs "
                         f"{'no such part' if version is None else f'version {version}'}"
                     )
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, msgspec.ValidationError) as error:
             raise TrainError(f"cannot resume from {checkpoint}: {error}", kind="checkpoint") from error
         learner.load_state(checkpoint)
         return state

@@ -1,6 +1,6 @@
 """Process groups: one training job in several processes, with sharded weights, gradients and optimizer state (FSDP2).
 
-FSDP is described in arXiv 2304.11277. One process is a `SingleProcessGroup`.
+FSDP is described in arXiv 2304.11277. One process is a plain `ProcessGroup`.
 
     accelerate launch --num_processes 8 -m engine.cli.main train SPEC    # or torchrun
 
@@ -26,7 +26,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -48,19 +48,21 @@ _STOP = "close"
 _FULL_PARAMETERS = "whole"
 
 
-class ProcessGroup(Protocol):
-    """The processes of one training job, as one process of them sees it."""
+class ProcessGroup:
+    """The processes of one training job, as one process of them sees it: here one process alone, and nothing is
+    sharded."""
 
-    rank: int
-    size: int
-    torch_group: dist.ProcessGroup | None
+    rank = 0
+    size = 1
+    torch_group: dist.ProcessGroup | None = None
     """torch's process group for data on the CPU; None if there is one process."""
-    planned: bool
+    planned = False
     """Whether weights have sizes only, because memory is planned."""
 
     @property
     def main(self) -> bool:
         """Whether this is process 0."""
+        return self.rank == 0
 
     def shard(self, model: nn.Module, *, offload: bool = False) -> RunForward:
         """Shard a model's weights. Everything that needs the weights must be called through the returned function.
@@ -68,6 +70,7 @@ class ProcessGroup(Protocol):
         Weights on the meta device get memory for this process's part, without values. `offload`: the parts, their
         gradients and the optimizer's state stay on the CPU, and a block is copied to the device while it computes.
         """
+        return lambda function, *args, **kwargs: function(*args, **kwargs)
 
     def call_others(self, method: str, *args: Any) -> None:
         """In process 0: have the other processes call that method of theirs. In the others: nothing."""
@@ -78,29 +81,38 @@ class ProcessGroup(Protocol):
     def assign(self, packs: Sequence[T], cost: Callable[[T], int]) -> list[tuple[T, bool]]:
         """This process's packs, each with True if its loss counts. A pack with False is run only to keep processes in
         step."""
+        return [(pack, True) for pack in packs]
 
     def all_gather(self, value: T) -> list[T]:
         """The values of all processes by rank, in every process."""
+        return [value]
 
     def clip_grad_norm(self, parameters: Sequence[nn.Parameter], limit: float) -> float:
         """Scale the gradients to a norm of at most `limit`. Returns the norm over all shards before scaling."""
+        norm = nn.utils.get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
+        total = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        nn.utils.clip_grads_with_norm_(parameters, limit, total)
+        return float(total)
 
     def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         """Sum the gradients of parameters that every process holds as a whole. A missing gradient counts as 0."""
 
+    @contextmanager
     def full_parameters(
         self, model: nn.Module, only: Sequence[str] | None = None, dtype: torch.dtype | None = None
-    ) -> Any:
+    ) -> Iterator[None]:
         """A context in which process 0's model has full weights on the CPU, or full weights of the names in `only`.
 
         `dtype`: number type of the gathered weights. Default: their own.
         """
+        yield
 
     def copy_part(self, value: Tensor, into: Tensor) -> None:
         """Copy this process's part of a full value, which every process has, into a tensor.
 
         `value` has the shape of the whole of `into`.
         """
+        into.copy_(value)
 
     def scatter_into(self, value: Tensor | None, into: Tensor) -> None:
         """Copy the parts of process 0's full value into the tensors of all processes. The other processes' values are
@@ -108,57 +120,12 @@ class ProcessGroup(Protocol):
 
         `value` has the shape of the whole of `into`.
         """
-
-    def close(self) -> None:
-        """In process 0: end `serve_calls` in the others. After an error in process 0 alone, exit instead: the launcher
-        ends them."""
-
-
-class SingleProcessGroup:
-    """A process group of one process: nothing is sharded."""
-
-    rank = 0
-    size = 1
-    main = True
-    torch_group: dist.ProcessGroup | None = None
-    planned = False
-
-    def shard(self, model: nn.Module, *, offload: bool = False) -> RunForward:
-        return lambda function, *args, **kwargs: function(*args, **kwargs)
-
-    def call_others(self, method: str, *args: Any) -> None:
-        pass
-
-    def serve_calls(self, methods: Mapping[str, Callable[..., Any]]) -> None:
-        pass
-
-    def assign(self, packs: Sequence[T], cost: Callable[[T], int]) -> list[tuple[T, bool]]:
-        return [(pack, True) for pack in packs]
-
-    def all_gather(self, value: T) -> list[T]:
-        return [value]
-
-    def clip_grad_norm(self, parameters: Sequence[nn.Parameter], limit: float) -> float:
-        return float(nn.utils.clip_grad_norm_(parameters, limit))
-
-    def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
-        pass
-
-    @contextmanager
-    def full_parameters(
-        self, model: nn.Module, only: Sequence[str] | None = None, dtype: torch.dtype | None = None
-    ) -> Iterator[None]:
-        yield
-
-    def copy_part(self, value: Tensor, into: Tensor) -> None:
-        into.copy_(value)
-
-    def scatter_into(self, value: Tensor | None, into: Tensor) -> None:
         assert value is not None
         into.copy_(value)
 
     def close(self) -> None:
-        pass
+        """In process 0: end `serve_calls` in the others. After an error in process 0 alone, exit instead: the launcher
+        ends them."""
 
 
 def join_process_group() -> ProcessGroup:
@@ -169,7 +136,7 @@ def join_process_group() -> ProcessGroup:
         TrainError: kind `train_setup`: the processes cannot connect to each other, or torch is too old.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        return SingleProcessGroup()
+        return ProcessGroup()
     try:
         if _backend() != "gloo":
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -197,10 +164,8 @@ def _backend() -> str:
     return "gloo" if cpu else "cpu:gloo,cuda:nccl"
 
 
-class ShardedProcessGroup:
+class ShardedProcessGroup(ProcessGroup):
     """A process group of several processes. Made by `join_process_group`."""
-
-    planned = False
 
     def __init__(self, kind: str) -> None:
         from torch.distributed.device_mesh import init_device_mesh
@@ -209,8 +174,7 @@ class ShardedProcessGroup:
         self.size = dist.get_world_size()
         self._mesh = init_device_mesh(kind, (self.size,))
         self._device = torch.device(kind)
-        self._control = dist.new_group(backend="gloo", timeout=_CONTROL_TIMEOUT)
-        self.torch_group: dist.ProcessGroup | None = self._control
+        self.torch_group = dist.new_group(backend="gloo", timeout=_CONTROL_TIMEOUT)
         self._models: list[nn.Module] = []
         self._roots: list[ShardedRoot] = []
 
@@ -262,14 +226,14 @@ class ShardedProcessGroup:
 
     def call_others(self, method: str, *args: Any) -> None:
         if self.main:
-            dist.broadcast_object_list([(method, args)], src=0, group=self._control)
+            dist.broadcast_object_list([(method, args)], src=0, group=self.torch_group)
 
     def serve_calls(self, methods: Mapping[str, Callable[..., Any]]) -> None:
         """Run the calls of process 0. A TrainError occurs in every process alike, and process 0 handles it: ignored
         here."""
         while True:
             message: list[Any] = [None]
-            dist.broadcast_object_list(message, src=0, group=self._control)
+            dist.broadcast_object_list(message, src=0, group=self.torch_group)
             method, args = message[0]
             if method == _STOP:
                 dist.destroy_process_group()
@@ -296,14 +260,8 @@ class ShardedProcessGroup:
 
     def all_gather(self, value: T) -> list[T]:
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self._control)
+        dist.all_gather_object(values, value, group=self.torch_group)
         return values
-
-    def clip_grad_norm(self, parameters: Sequence[nn.Parameter], limit: float) -> float:
-        norm = nn.utils.get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
-        total = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        nn.utils.clip_grads_with_norm_(parameters, limit, total)
-        return float(total)
 
     def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         for parameter in parameters:

@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from engine.errors import TrainError
 from engine.train.auxiliary import AuxiliaryObjective, Forward
-from engine.train.distributed import ProcessGroup, SingleProcessGroup
+from engine.train.distributed import ProcessGroup
 from engine.train.loss_columns import (
     LossColumns,
     mean_length_of,
@@ -46,8 +46,6 @@ class Learner:
     """A policy and its optimizer. Each process of a training has one; that of process 0 calls the others.
 
     Args:
-        episode_tokens: Maximum number of tokens of an episode: the constant of `dr_grpo` in trainings that did not
-            measure it.
         objectives: What is computed and trained beside the policy.
     """
 
@@ -56,20 +54,18 @@ class Learner:
         policy: Policy,
         spec: TrainSpec,
         *,
-        episode_tokens: int | None = None,
         process_group: ProcessGroup | None = None,
         objectives: Sequence[AuxiliaryObjective] = (),
     ) -> None:
         self.objectives = objectives
         self.policy = policy
-        self.process_group: ProcessGroup = process_group or SingleProcessGroup()
+        self.process_group = process_group or ProcessGroup()
         self._offload = spec.memory.offload == "optimizer"
         # Before the optimizer is made: sharding replaces the parameters.
         policy.shard(offload=spec.memory.offload == "all")
         for other in self.objectives:
             other.shard(offload=spec.memory.offload == "all")
         self._spec = spec
-        self._longest = episode_tokens
         self._length: float | None = spec.loss.constant_length
         """The constant of `dr_grpo`. None: it is measured in the first step that makes an update."""
         self._masters = MasterWeights(dict(policy.named_parameters()))
@@ -143,20 +139,9 @@ class Learner:
                 others = [other for other, count in epochs if number < count]
                 metrics.append(self._update(part, others, policy=number < spec.update_epochs, holds_policy=holds))
                 self._length = length  # only now: a step without an update is not made, and leaves nothing
-        if self._measures_length and length is not None:
+        if spec.loss.denominator == "constant_length" and spec.loss.constant_length is None and length is not None:
             metrics.append({"loss/length": length})
         return mean_metrics(metrics) | {"lr": rate, "updates": float(self.updates)}
-
-    def use_longest_episode(self) -> None:
-        """Take the longest possible episode as the constant of `dr_grpo`, for a training that began before it was
-        measured."""
-        if self._measures_length:
-            self.process_group.call_others("use_longest_episode")
-            self._length = self._longest
-
-    @property
-    def _measures_length(self) -> bool:
-        return self._spec.loss.denominator == "constant_length" and self._spec.loss.constant_length is None
 
     # --- columns ----------------------------------------------------------------------------------------------
 
@@ -354,7 +339,7 @@ class Learner:
 
     def _load_optimizer(self, folder: Path) -> None:
         length = load_optimizer(folder, self.optimizer, self._masters.named, self.process_group)
-        self._length = self._spec.loss.constant_length or (self._longest if length is None else length) or None
+        self._length = self._spec.loss.constant_length or length
 
     def follow(self) -> None:
         """In every process except process 0: run the calls of process 0 until it closes."""
@@ -362,6 +347,5 @@ class Learner:
             "step": self._step_of_another,
             "save_state": self.save_state,
             "load_state": self.load_state,
-            "use_longest_episode": self.use_longest_episode,
         }
         self.process_group.serve_calls(calls)

@@ -25,7 +25,7 @@ from engine.tokens.catalogue import no_bars
 from engine.tokens.experts import expert_layout
 from engine.train import attention
 from engine.train.deferred import DeferredWeights
-from engine.train.distributed import ProcessGroup, RunForward, SingleProcessGroup
+from engine.train.distributed import ProcessGroup, RunForward
 from engine.train.logprobs import CPU_BLOCK_ELEMENTS, chunked_logprobs
 from engine.train.packing import Pack, pack_rows
 from engine.train.routing import RouterReplay
@@ -80,7 +80,7 @@ class PackedModel:
             TrainError: kind `train_setup`: not a causal model, experts cannot be replayed in it, or the packed pass
                 differs from the model's own.
         """
-        self.process_group: ProcessGroup = process_group or SingleProcessGroup()
+        self.process_group = process_group or ProcessGroup()
         self._run: RunForward = _call
         self._deferred: DeferredWeights | None = None
         self.folder, self.device, self.dtype = folder, device, dtype

@@ -170,8 +170,7 @@ def learner_of(loaded: LoadedSpec, format: ChatTemplate, process_group: ProcessG
     )
     penalties = [RewardKl(train.kl.coefficient, credit)] if train.kl.in_reward else []
     objectives = [*penalties, *open_objectives(loaded, train, format, policy)]
-    length = spec.limits.tokens_per_episode
-    return Learner(policy, train, episode_tokens=length, process_group=process_group, objectives=objectives)
+    return Learner(policy, train, process_group=process_group, objectives=objectives)
 
 
 def follow(loaded: LoadedSpec, process_group: ProcessGroup) -> None:

@@ -10,9 +10,7 @@ the parameters are.
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -55,23 +53,9 @@ def load_parts(parts: Mapping[str, StatePart], folder: Path) -> None:
     """Read what `save_parts` wrote, in every process. Raises: TrainError: kind `checkpoint`."""
     try:
         for name, part in parts.items():
-            with _part_folder(folder, name) as place:
-                part.load(place)
+            part.load(folder / name)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise TrainError(f"cannot resume from {folder}: {error}", kind="checkpoint") from error
-
-
-@contextmanager
-def _part_folder(checkpoint: Path, name: str) -> Iterator[Path]:
-    """The folder of a part. A checkpoint of format 2 or older has one file for each part; then this is a folder with
-    that file."""
-    file = checkpoint / f"{name}.safetensors"
-    if not file.is_file():
-        yield checkpoint / name
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / file.name).symlink_to(file.resolve())
-        yield Path(folder)
 
 
 def optimizer_tensors(
@@ -95,22 +79,17 @@ def load_optimizer(
     parameters: Mapping[str, torch.nn.Parameter],
     process_group: ProcessGroup,
 ) -> float | None:
-    """Read what `optimizer_tensors` returned. Returns the length, 0 if it was not measured yet; None: engines did not
-    measure it then.
+    """Read what `optimizer_tensors` returned. Returns the length; None: it was not measured yet.
 
     A process that had no random state takes that of process 0.
     """
     load_moments(folder, optimizer, parameters, process_group)
     stored, name = stored_names(folder), _random_name(process_group)
     name = name if name in stored else RANDOM
-    state = torch.zeros(stored[name], dtype=torch.uint8)
-    read_tensors({name: state}, folder, process_group)
+    state, length = torch.zeros(stored[name], dtype=torch.uint8), torch.zeros((), dtype=torch.float64)
+    read_tensors({name: state, LENGTH: length}, folder, process_group)
     torch.set_rng_state(state)
-    if LENGTH not in stored:
-        return None
-    length = torch.zeros((), dtype=torch.float64)
-    read_tensors({LENGTH: length}, folder, process_group)
-    return length.item()
+    return length.item() or None
 
 
 def moments(optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.nn.Parameter]) -> dict[str, torch.Tensor]:

@@ -30,7 +30,7 @@ from engine.store.lock import RunLock
 from engine.tokens.loading import load_format
 from engine.train.batch_log import BatchLog, BatchRecord, repeat_steps
 from engine.train.checkpoint import Checkpoints, State
-from engine.train.distributed import ProcessGroup, SingleProcessGroup
+from engine.train.distributed import ProcessGroup
 from engine.train.evaluator import open_evaluator
 from engine.train.metrics import MetricsLog, finite, read_metrics
 from engine.train.setup import learner_of, source_class, train_spec_of
@@ -95,7 +95,7 @@ class Trainer:
         self.last_lines: list[str] = []
         """What observers show at the end of the command's output."""
         self.source: StepSource = source_class(self.train)(self)
-        self._process_group = process_group or SingleProcessGroup()
+        self._process_group = process_group or ProcessGroup()
         self._on_step = on_step
         self._phase = phase
         self._checkpoints = Checkpoints(folder, self.train.checkpoints.keep)

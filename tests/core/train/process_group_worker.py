@@ -22,7 +22,7 @@ from engine.schemas.train import TrainSpec
 from engine.store.rows.row import RowCredit, TrainingRow
 from engine.train.checkpoint import Checkpoints, State
 from engine.train.credited_rows import RewardKl
-from engine.train.distributed import ProcessGroup, SingleProcessGroup, join_process_group
+from engine.train.distributed import ProcessGroup, join_process_group
 from engine.train.learner import Learner
 from engine.train.policy import Policy, open_model
 from engine.train.tensor_files import read_tensors, stored_names
@@ -200,7 +200,7 @@ def state_of(learner: Learner, folder: Path) -> dict[str, torch.Tensor]:
 
 
 def state_in(folder: Path, parts: list[str]) -> dict[str, torch.Tensor]:
-    alone, found = SingleProcessGroup(), {}
+    alone, found = ProcessGroup(), {}
     for part in parts:
         tensors = {
             name: torch.zeros(shape, dtype=torch.uint8 if "rng" in name else torch.float32)
@@ -228,7 +228,7 @@ def told_by(learner: Learner, folder: Path) -> tuple[dict[str, Any], dict[str, t
 
 def main(folder: Path, kind: str) -> None:
     process_group = join_process_group()
-    assert not isinstance(process_group, SingleProcessGroup)
+    assert type(process_group) is not ProcessGroup
     learner = learner_of(process_group, folder / "model", kind)
     if not process_group.main:
         learner.follow()

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from engine.errors import TrainError
 from engine.schemas.sections import read_stored
 from engine.schemas.train import TrainSpec
-from engine.train.distributed import ProcessGroup, SingleProcessGroup, join_alone
+from engine.train.distributed import ProcessGroup, join_alone
 from engine.train.learner import Learner
 from engine.train.optimizers import local_of
 from engine.train.packing import pack_rows
@@ -144,7 +144,7 @@ def learner_of(folder: Path, process_group: ProcessGroup, **spec: Any) -> Learne
 @pytest.mark.parametrize("offload", slow_but(["optimizer", "all"], "all"))
 def test_what_stays_on_the_cpu_changes_no_step(sharding: ProcessGroup, tmp_path: Path, offload: str) -> None:
     save_model(tmp_path / "model", tied=True)
-    wanted = learner_of(tmp_path / "model", SingleProcessGroup())
+    wanted = learner_of(tmp_path / "model", ProcessGroup())
     found = learner_of(tmp_path / "model", sharding, memory={"offload": offload})
     for number in range(3):
         assert found.step(rows_of(), number) == pytest.approx(wanted.step(rows_of(), number), rel=1e-6, abs=1e-6)
@@ -152,8 +152,8 @@ def test_what_stays_on_the_cpu_changes_no_step(sharding: ProcessGroup, tmp_path:
 
 def test_moments_that_stay_on_the_cpu_change_no_step_of_one_process(tmp_path: Path) -> None:
     save_model(tmp_path / "model", tied=False)
-    wanted = learner_of(tmp_path / "model", SingleProcessGroup())
-    found = learner_of(tmp_path / "model", SingleProcessGroup(), memory={"offload": "optimizer"})
+    wanted = learner_of(tmp_path / "model", ProcessGroup())
+    found = learner_of(tmp_path / "model", ProcessGroup(), memory={"offload": "optimizer"})
     for number in range(3):
         assert found.step(rows_of(), number) == wanted.step(rows_of(), number)
 
@@ -162,7 +162,7 @@ def test_moments_that_stay_on_the_cpu_change_no_step_of_one_process(tmp_path: Pa
 @torch.compiler.set_stance("force_eager")  # type: ignore[untyped-decorator]  # the same update, not compiled
 def test_moments_of_8_bits_come_back(tmp_path: Path, sharded: bool) -> None:
     optim = pytest.importorskip("torchao.optim")
-    process_group = join_alone() if sharded else SingleProcessGroup()
+    process_group = join_alone() if sharded else ProcessGroup()
     try:
         build("Llama", tmp_path / "model", hidden_size=64, intermediate_size=96)
         settings: dict[str, Any] = {"optimizer": {"kind": "adamw_8bit", "lr": 1e-2, "eps": 1e-3}}
@@ -188,7 +188,7 @@ def test_8_bits_without_their_package_say_what_to_install(tmp_path: Path, monkey
     save_model(tmp_path / "model", tied=False)
     monkeypatch.setitem(sys.modules, "torchao.optim", None)
     with pytest.raises(TrainError, match=r"needs torchao .*pip install 'episode-engine\[adamw-8bit\]'"):
-        learner_of(tmp_path / "model", SingleProcessGroup(), optimizer={"kind": "adamw_8bit"})
+        learner_of(tmp_path / "model", ProcessGroup(), optimizer={"kind": "adamw_8bit"})
 
 
 @needs_plugin("lora")

@@ -17,7 +17,7 @@ from torch import nn
 
 from engine.errors import TrainError
 from engine.train.checkpoint import Checkpoints
-from engine.train.distributed import ShardedProcessGroup, SingleProcessGroup, join_process_group
+from engine.train.distributed import ProcessGroup, ShardedProcessGroup, join_process_group
 
 sys.path.append(str(Path(__file__).parent))
 from process_group_worker import (
@@ -67,7 +67,7 @@ def test_several_processes_do_the_steps_of_one(launcher: str, kind: str, process
         save_model_with_experts(tmp_path / "model")
     else:
         save_model(tmp_path / "model", tied=kind == "tied", **(DEEP if kind == "kl" else {}))
-    learner = learner_of(SingleProcessGroup(), tmp_path / "model", kind)
+    learner = learner_of(ProcessGroup(), tmp_path / "model", kind)
     before = weights_of(learner)
     numbers, wanted = told_by(learner, tmp_path / "one")
     root = str(HERE.parents[2])
@@ -117,7 +117,7 @@ def same_tensors(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]
 def test_a_process_of_its_own_is_a_team_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     process_group = join_process_group()
-    assert isinstance(process_group, SingleProcessGroup)
+    assert type(process_group) is ProcessGroup
     assert (process_group.main, process_group.size) == (True, 1)
     model = nn.Linear(2, 1, bias=False)
     run = process_group.shard(model)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from slow_cases import slow_but
 from training_rows import row_of
 
@@ -62,9 +62,7 @@ def make_rows(groups: int = 3, samples: int = 4, seed: int = 0) -> list[Training
 def learner_of(folder: Path, credit: CreditMethod | None = None, **train: Any) -> Learner:
     spec = TrainSpec.model_validate({"optimizer": {"lr": 1e-3, "max_grad_norm": None}} | train)
     policy = Policy.load(folder, spec, temperature=1.0, vocab=None, vision=None)
-    return Learner(
-        policy, spec, episode_tokens=64, objectives=[RewardKl(spec.kl.coefficient, credit)] if spec.kl.in_reward else []
-    )
+    return Learner(policy, spec, objectives=[RewardKl(spec.kl.coefficient, credit)] if spec.kl.in_reward else [])
 
 
 def weights(learner: Learner) -> dict[str, torch.Tensor]:
@@ -185,23 +183,12 @@ def test_what_is_frozen_stays_and_freezing_everything_is_an_error(tiny_model_dir
         learner_of(tiny_model_dir, freeze=["."])
 
 
-def test_a_generous_limit_does_not_change_the_update_of_the_default_loss(tiny_model_dir: Path) -> None:
-    """The loss and the weights after three steps, with limits that differ by a factor of 1000; and the constant is that of the first step."""
+def test_the_constant_of_the_default_loss_is_the_mean_length_of_the_first_step(tiny_model_dir: Path) -> None:
     batches = [make_rows(seed=seed) for seed in range(3)]
-    told, after = [], []
-    for longest in (64, 64_000, None):
-        learner = learner_of(tiny_model_dir, optimizer={"lr": 1e-3}, minibatches=2)
-        learner = Learner(learner.policy, learner._spec, episode_tokens=longest)
-        told.append([learner.step(rows, step) for step, rows in enumerate(batches)])
-        after.append(weights(learner))
-    assert told[1] == told[2] == told[0]
-    assert all(torch.equal(after[0][name], other[name]) for other in after[1:] for name in after[0])
+    learner = learner_of(tiny_model_dir, optimizer={"lr": 1e-3}, minibatches=2)
+    told = [learner.step(rows, step) for step, rows in enumerate(batches)]
     first = sum(int(row.loss_mask().sum()) for row in batches[0]) / len(batches[0])
-    assert [values["loss/length"] for values in told[0]] == [first] * 3
-    written = learner_of(tiny_model_dir, optimizer={"lr": 1e-3}, minibatches=2, loss={"kind": "dr_grpo", "length": 64})
-    values = written.step(batches[0], 0)
-    assert "loss/length" not in values
-    assert values["loss"] == pytest.approx(told[0][0]["loss"] * first / 64, rel=1e-3)
+    assert [values["loss/length"] for values in told] == [first] * 3
 
 
 def test_a_constant_that_holds_for_all_steps_changes_no_update(tiny_model_dir: Path) -> None:
@@ -219,7 +206,7 @@ def test_a_constant_that_holds_for_all_steps_changes_no_update(tiny_model_dir: P
 
 
 def test_the_constant_of_the_loss_comes_back_with_a_checkpoint(tiny_model_dir: Path, tmp_path: Path) -> None:
-    """A resumed training divides by the same constant; a step that was not made leaves none; an older training keeps its longest episode."""
+    """A resumed training divides by the same constant; a step that was not made leaves none."""
     whole = learner_of(tiny_model_dir)
     whole.save_state(tmp_path / "none")
     bad = make_rows()
@@ -236,15 +223,6 @@ def test_the_constant_of_the_loss_comes_back_with_a_checkpoint(tiny_model_dir: P
     fresh.load_state(tmp_path / "none")
     other = fresh.step(make_rows(seed=2), 1)["loss/length"]
     assert other == learner_of(tiny_model_dir).step(make_rows(seed=2), 0)["loss/length"] != first
-    # an older engine's checkpoint, which has no constant
-    held = tmp_path / "state/optimizer/shard-00001-model-00001-of-00001.safetensors"
-    rest = {name: tensor for name, tensor in load_file(held).items() if name != "loss_length"}
-    older = tmp_path / "older"
-    older.mkdir()
-    save_file(rest, older / "optimizer.safetensors")
-    save_file({name: each.contiguous() for name, each in whole.policy.state().items()}, older / "policy.safetensors")
-    fresh.load_state(older)
-    assert fresh.step(make_rows(seed=3), 2)["loss/length"] == 64
 
 
 def test_no_update_is_made_of_what_is_no_number(tiny_model_dir: Path) -> None:
@@ -275,17 +253,6 @@ def test_the_optimizers_state_comes_back(tiny_model_dir: Path, tmp_path: Path) -
     save_file({"model.nothing::exp_avg": torch.zeros(2)}, tmp_path / "state/optimizer/strange.safetensors")
     with pytest.raises(TrainError, match=r"`model.nothing::exp_avg` .* belongs to no trained parameter"):
         fresh.load_state(tmp_path / "state")
-
-
-def test_a_checkpoint_of_an_older_version_is_read(tiny_model_dir: Path, tmp_path: Path) -> None:
-    """Format 2 had one file for each part, with the same names of tensors."""
-    learner, fresh = learner_of(tiny_model_dir), learner_of(tiny_model_dir)
-    learner.step(make_rows(), 0)
-    for name, part in learner.state_parts().items():
-        save_file({key: each.contiguous() for key, each in part.tensors().items()}, tmp_path / f"{name}.safetensors")
-    fresh.load_state(tmp_path)
-    told = [each.step(make_rows(seed=1), 1) for each in (learner, fresh)]
-    assert told[0] == told[1]
 
 
 def test_kl_in_the_reward_is_the_update_with_credit_of_rewards_less_penalties(tiny_model_dir: Path) -> None:

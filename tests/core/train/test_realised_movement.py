@@ -19,7 +19,7 @@ from training_rows import with_branch
 from engine.schemas.sections import read_stored
 from engine.schemas.train import OptimizerSpec, TrainSpec
 from engine.store.rows.row import TrainingRow
-from engine.train.distributed import ProcessGroup, SingleProcessGroup, join_alone
+from engine.train.distributed import ProcessGroup, join_alone
 from engine.train.learner import Learner
 from engine.train.optimizers import MasterWeights, local_of
 from engine.train.policy import Policy, open_model
@@ -51,7 +51,7 @@ def learner_of(folder: Path, process_group: ProcessGroup | None = None, **train:
     optimizer = {"lr": RATE, "max_grad_norm": None} | train.pop("optimizer", {})
     common = {"device": "cpu", "optimizer": optimizer}
     spec = read_stored(common | train, TrainSpec)
-    group = process_group or SingleProcessGroup()
+    group = process_group or ProcessGroup()
     policy = Policy.load(folder, spec, temperature=1.0, vocab=None, vision=None, process_group=group)
     return Learner(policy, spec, process_group=group)
 
@@ -131,7 +131,7 @@ def test_a_critic_of_its_own_makes_it_too(model: Path) -> None:
     settings: dict[str, Any] = {"temperature": 1.0, "vocab": None, "vision": None}
     policy, net = Policy.load(model, spec, **settings), open_model(model, spec, **settings)
     assert isinstance(spec.critic, ValueCritic)
-    critic = Critic(spec.critic, GaeCredit(), policy, SingleProcessGroup(), model=net)
+    critic = Critic(spec.critic, GaeCredit(), policy, ProcessGroup(), model=net)
     critic.shard(offload=False)
     before = {name: tensor.double() for name, tensor in critic.state_parts()["critic"].tensors().items()}
     generator = torch.Generator().manual_seed(0)
@@ -180,7 +180,7 @@ def test_the_model_has_the_rounded_weights_and_frozen_ones_have_no_copy(model: P
 @pytest.mark.parametrize("sharded", slow_but([False, True], False))
 def test_a_resume_goes_on_with_the_same_copies(model: Path, tmp_path: Path, sharded: bool) -> None:
     """Bit for bit, although the weights of the model did not move yet."""
-    group = join_alone() if sharded else SingleProcessGroup()
+    group = join_alone() if sharded else ProcessGroup()
     try:
         whole = learner_of(model, group, precision="bfloat16")
         for number in range(2):

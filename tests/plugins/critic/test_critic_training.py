@@ -77,7 +77,7 @@ def learner_of(folder: Path, critic: dict[str, Any], credit: dict[str, Any] | No
     model = open_model(folder, spec, temperature=1.0, vocab=None, vision=None) if spec.critic.own_model else None
     method, again = read_credit(credit or {"method": "gae"}), spec.memory.gradient_checkpointing
     made = Critic(spec.critic, method, policy, group, seed=spec.seed, model=model, gradient_checkpointing=again)
-    return Learner(policy, spec, episode_tokens=64, process_group=group, objectives=[made])
+    return Learner(policy, spec, process_group=group, objectives=[made])
 
 
 def critic_of(learner: Learner) -> Critic:
