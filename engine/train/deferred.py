@@ -51,7 +51,12 @@ class DeferredWeights:
         self._folder, self._dtype, self._kind = folder, dtype, kind
         self._files = tensor_files(folder)
         self._slots = _slots(self.model)
-        self._keep_float32(dtype)
+        for pattern, wider in self.model._get_dtype_plan(dtype).items():  # weights that its class keeps in float32
+            matcher = re.compile(pattern.replace(".", r"\.").replace("*", r"\w+"))
+            for name, (module, attribute) in self._slots.items():
+                parameter = module._parameters.get(attribute)
+                if parameter is not None and matcher.search(name):
+                    module._parameters[attribute] = nn.Parameter(parameter.detach().to(wider))
         self._sources: dict[str, str] = {}
         """The tensor of the files by the weight that equals it."""
         self._conversions: dict[str, tuple[Any, list[tuple[str, str]]]] = {}
@@ -94,15 +99,6 @@ class DeferredWeights:
             tensor: Tensor = file.get_tensor(source)
         return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
 
-    def _keep_float32(self, dtype: torch.dtype) -> None:
-        """Keep the weights in float32 that the model's class keeps so."""
-        for pattern, wider in self.model._get_dtype_plan(dtype).items():
-            matcher = re.compile(pattern.replace(".", r"\.").replace("*", r"\w+"))
-            for name, (module, attribute) in self._slots.items():
-                parameter = module._parameters.get(attribute)
-                if parameter is not None and matcher.search(name):
-                    module._parameters[attribute] = nn.Parameter(parameter.detach().to(wider))
-
     def _map_names(self) -> None:
         """Find the weight of each tensor, with transformers' own rules for the names in files."""
         from transformers.conversion_mapping import get_model_conversion_mapping
@@ -113,7 +109,11 @@ class DeferredWeights:
         converters = [rule for rule in mapping if isinstance(rule, WeightConverter)]
         by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
         weights = self.model.state_dict()
-        for source in sorted(self._files, key=_natural):
+
+        def natural(name: str) -> list[tuple[bool, int, str]]:  # conversions join experts in this order: 10 after 9
+            return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in name.split(".")]
+
+        for source in sorted(self._files, key=natural):
             name, pattern = rename_source_key(source, renamings, converters, self.model.base_model_prefix, weights)
             if name not in weights and source in weights:
                 name, pattern = source, None
@@ -125,25 +125,14 @@ class DeferredWeights:
                 held = self._conversions.setdefault(name, (deepcopy(by_pattern[pattern]), []))
                 held[1].append((source, pattern))
         self.model._weight_conversions = [rule for rule in mapping if rule.was_used()]
-        self._drop_tied()
-        self._check_complete()
-
-    def _drop_tied(self) -> None:
-        """Read a tied weight once."""
-        seen: set[int] = set()
+        named: dict[int, str] = {}  # a tied weight is read once
         for name in [name for name in self._slots if name in self._sources]:
-            module, attribute = self._slots[name]
-            held = id(getattr(module, attribute))
-            if held in seen:
+            if named.setdefault(id(getattr(*self._slots[name])), name) != name:
                 del self._sources[name]
-            seen.add(held)
-
-    def _check_complete(self) -> None:
         converted = {target for conversion, _ in self._conversions.values() for target in conversion.target_patterns}
-        there = {id(getattr(*self._slots[name])) for name in self._sources}
         for name, slot in self._slots.items():
             parts = any(re.search(pattern, name) for pattern in converted) or name in self._conversions
-            if id(getattr(*slot)) not in there and not parts:
+            if id(getattr(*slot)) not in named and not parts:
                 raise TrainError(
                     f"{self._folder} has no weight {name!r}, which {type(self.model).__name__} needs; use a complete "
                     "model folder as `model.path`",
@@ -158,12 +147,8 @@ class DeferredWeights:
                 weights = self._kind.from_pretrained(
                     self._folder, dtype=self._dtype, trust_remote_code=False
                 ).state_dict()
-        done: set[int] = set()
-        for name in self._slots:
-            into = self._tensor(name)
-            if id(getattr(*self._slots[name])) not in done:
-                process_group.scatter_into(weights.pop(name, None), into)
-            done.add(id(getattr(*self._slots[name])))
+        for name in {id(getattr(*slot)): name for name, slot in reversed(self._slots.items())}.values():
+            process_group.scatter_into(weights.pop(name, None), self._tensor(name))
 
 
 def _slots(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
@@ -175,8 +160,3 @@ def _slots(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
         held += [name for name in module._buffers if name not in module._non_persistent_buffers_set]
         slots |= {f"{path}.{name}" if path else name: (module, name) for name in held}
     return slots
-
-
-def _natural(name: str) -> list[tuple[bool, int, str]]:
-    """Sort key under which layer 10 comes after layer 9: conversions join experts in this order."""
-    return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in name.split(".")]

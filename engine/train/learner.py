@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -83,9 +83,9 @@ class Learner:
         self,
         rows: Sequence[TrainingRow],
         step: int,
-        *,
         rate: float | None = None,
         most_updates: int | None = None,
+        images: SentImages | None = None,
     ) -> dict[str, float]:
         """Train on one batch, in all processes. Returns metrics: means over the updates, maxima for names that end in
         `max`.
@@ -95,34 +95,19 @@ class Learner:
             step: The batch's number, from 0. It sets the learning rate and the order of mini-batches.
             rate: The learning rate. Default: that of the schedule.
             most_updates: Stop after this number of updates: a step that failed after them is done again.
+            images: In other processes than 0: the images of the rows. Each makes the tensors of those that it trains.
 
         Raises:
             TrainError: kind `diverged`: the loss or the gradient norm is not finite.
         """
-        vision, images = self.policy.net.vision, None
-        if vision is not None and self.process_group.size > 1 and self.process_group.main:
-            images = vision.bank.sent(image.image for row in rows for image in row.branch.images)
+        vision, spec = self.policy.net.vision, self._spec
+        if vision is not None and self.process_group.size > 1:
+            if self.process_group.main:
+                images = vision.bank.sent(image.image for row in rows for image in row.branch.images)
+            elif images is not None:
+                vision.bank.receive(images)
         self.process_group.call_others("step", rows, step, rate, most_updates, images)
-        return self._step(rows, step, rate, most_updates)
-
-    def _step_of_another(
-        self,
-        rows: Sequence[TrainingRow],
-        step: int,
-        rate: float | None,
-        most_updates: int | None,
-        images: SentImages | None,
-    ) -> None:
-        """Take part in a step of process 0. Each process makes the tensors of the images of the rows that it trains."""
-        if images is not None and self.policy.net.vision is not None:
-            self.policy.net.vision.bank.receive(images)
-        self._step(rows, step, rate, most_updates)
-
-    def _step(
-        self, rows: Sequence[TrainingRow], step: int, rate: float | None, most_updates: int | None
-    ) -> dict[str, float]:
         self.updates = 0
-        spec = self._spec
         columns, metrics = self._columns(rows, step)
         length = self._length
         if length is None:
@@ -155,18 +140,13 @@ class Learner:
         if self._spec.advantage_norm == "batch":
             advantages = whitened_advantages([of_row.advantages for of_row in columns])
             columns = [replace(of_row, advantages=values) for of_row, values in zip(columns, advantages, strict=True)]
-        if self._recompute:
+        recomputes = self._spec.proximal_logprobs == "recompute"
+        if self._spec.proximal_logprobs == "auto":
+            recomputes = self._spec.update_epochs * self._spec.minibatches > 1
+        if recomputes:
             logprobs = self.per_token(columns, lambda pack: self.policy.forward(pack, entropy=False)[0])
             columns = [replace(of_row, proximal=values) for of_row, values in zip(columns, logprobs, strict=True)]
         return list(columns), metrics
-
-    @property
-    def _recompute(self) -> bool:
-        """Whether the log-probs before the first update must be computed separately from the current ones."""
-        spec = self._spec
-        if spec.proximal_logprobs == "auto":
-            return spec.update_epochs * spec.minibatches > 1
-        return spec.proximal_logprobs == "recompute"
 
     @torch.no_grad()
     def per_token(self, rows: Sequence[LossColumns], compute: Callable[[Pack], torch.Tensor]) -> list[Floats]:
@@ -306,9 +286,21 @@ class Learner:
 
     def state_parts(self) -> dict[str, StatePart]:
         """The parts of a checkpoint that this learner needs to continue, by name."""
+
+        def load_policy(folder: Path) -> None:
+            self.policy.load_state(folder, self._masters.tensors())
+            self._masters.publish()
+
+        def moments() -> dict[str, torch.Tensor]:
+            return optimizer_tensors(self.optimizer, self._masters.named, self._length, self.process_group)
+
+        def load_moments(folder: Path) -> None:
+            length = load_optimizer(folder, self.optimizer, self._masters.named, self.process_group)
+            self._length = self._spec.loss.constant_length or length
+
         parts = {
-            "policy": StatePart(1, self._masters.tensors, self._load_policy),
-            "optimizer": StatePart(1, self._optimizer_tensors, self._load_optimizer),
+            "policy": StatePart(1, self._masters.tensors, load_policy),
+            "optimizer": StatePart(1, moments, load_moments),
         }
         for other in self.objectives:
             parts |= other.state_parts()
@@ -330,22 +322,8 @@ class Learner:
         self.process_group.call_others("load_state", folder)
         load_parts(self.state_parts(), folder)
 
-    def _load_policy(self, folder: Path) -> None:
-        self.policy.load_state(folder, self._masters.tensors())
-        self._masters.publish()
-
-    def _optimizer_tensors(self) -> dict[str, torch.Tensor]:
-        return optimizer_tensors(self.optimizer, self._masters.named, self._length, self.process_group)
-
-    def _load_optimizer(self, folder: Path) -> None:
-        length = load_optimizer(folder, self.optimizer, self._masters.named, self.process_group)
-        self._length = self._spec.loss.constant_length or length
-
     def follow(self) -> None:
         """In every process except process 0: run the calls of process 0 until it closes."""
-        calls: dict[str, Callable[..., Any]] = {
-            "step": self._step_of_another,
-            "save_state": self.save_state,
-            "load_state": self.load_state,
-        }
-        self.process_group.serve_calls(calls)
+        self.process_group.serve_calls(
+            {"step": self.step, "save_state": self.save_state, "load_state": self.load_state}
+        )

@@ -25,7 +25,7 @@ the same weight in every mini-batch, and the sum of t is that of the step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -40,34 +40,6 @@ from engine.store.rows.row import Doubles, Floats, TrainingRow
 
 Values = npt.NDArray[np.float64]
 Counts = npt.NDArray[np.int64]
-
-
-class _StepCounts(Struct, frozen=True, kw_only=True, eq=False):
-    """What the denominators are counted from. Arrays of [rows]; rows without trained tokens give weights that are not
-    used."""
-
-    episodes: Values
-    """Episodes with trained tokens in the row's mini-batch."""
-    episode_tokens: Values
-    """Trained tokens of the row's episode."""
-    minibatch_tokens: Values
-    """Trained tokens of the row's mini-batch."""
-    minibatches: int
-    """Mini-batches with trained tokens."""
-    step_tokens: int
-    """Trained tokens of the step."""
-    length: float
-    """Tokens per episode of `constant_length`."""
-
-
-_WEIGHTS: Mapping[Denominator, Callable[[_StepCounts], Values]] = {
-    "episode_tokens": lambda step: 1.0 / (step.episodes * step.episode_tokens),
-    "minibatch_tokens": lambda step: 1.0 / step.minibatch_tokens,
-    "step_tokens": lambda step: np.full(len(step.episodes), step.minibatches / step.step_tokens),
-    "constant_length": lambda step: 1.0 / (step.episodes * step.length),
-    "episodes": lambda step: 1.0 / step.episodes,
-}
-"""The loss weight of the tokens of each row, [rows], by denominator."""
 
 
 class LossColumns(Struct, frozen=True, kw_only=True):
@@ -149,23 +121,27 @@ def token_loss_weights(
     tokens = np.asarray(lengths, np.int64)
     if not tokens.any():
         return [np.zeros(0) for _ in tokens]
-    batch = np.zeros(len(tokens), np.int64) if minibatches is None else _numbered(minibatches)
-    episode = _numbered(episodes)
-    of_batch, of_episode = _sums(tokens, batch), _sums(tokens, episode)
-    together = _episodes(episode, batch, tokens)[batch]
-    step = _StepCounts(
-        episodes=together,
-        episode_tokens=of_episode[episode],
-        minibatch_tokens=of_batch[batch],
-        minibatches=int(np.count_nonzero(of_batch)),
-        step_tokens=int(tokens.sum()),
-        length=float(constant or 1),
+    batch, episode = (
+        np.unique(np.asarray(names), return_inverse=True)[1]
+        for names in (np.zeros(len(tokens)) if minibatches is None else minibatches, episodes)
     )
+    of_batch, of_episode = np.bincount(batch, weights=tokens), np.bincount(episode, weights=tokens)
+    pairs = np.unique(np.stack([episode, batch])[:, tokens > 0], axis=1)
+    if pairs.shape[1] != len(np.unique(pairs[0])):
+        raise TrainError(
+            "the rows of one episode are in two mini-batches; keep an episode together", kind="train_setup"
+        )
+    together = np.bincount(pairs[1], minlength=len(of_batch)).astype(np.float64)[batch]
     with np.errstate(divide="ignore"):  # rows without trained tokens: the weight is not used
-        loss_weights = _WEIGHTS[loss.denominator](step)
-    return [
-        np.full(count, loss_weight) for count, loss_weight in zip(tokens.tolist(), loss_weights.tolist(), strict=True)
-    ]
+        by_denominator: dict[Denominator, Values] = {
+            "episode_tokens": 1.0 / (together * of_episode[episode]),
+            "minibatch_tokens": 1.0 / of_batch[batch],
+            "step_tokens": np.full(len(tokens), np.count_nonzero(of_batch) / tokens.sum()),
+            "constant_length": 1.0 / (together * float(constant or 1)),
+            "episodes": 1.0 / together,
+        }
+    weights = by_denominator[loss.denominator].tolist()
+    return [np.full(count, weight) for count, weight in zip(tokens.tolist(), weights, strict=True)]
 
 
 def weighted_parts(loss: Loss, parts: Sequence[Sequence[LossColumns]], length: float | None) -> list[list[LossColumns]]:
@@ -183,23 +159,3 @@ def mean_length_of(columns: Sequence[LossColumns]) -> float | None:
     rows = [of_row.row for of_row in columns]
     trained = {row.episode.episode_id for row in rows if len(row.places)}
     return sum(len(row.places) for row in rows) / len(trained) if trained else None
-
-
-def _numbered(names: Sequence[str] | Sequence[int] | Counts) -> Counts:
-    """Number the distinct names from 0; equal names get equal numbers. int64 [names]."""
-    return np.unique(np.asarray(names), return_inverse=True)[1].astype(np.int64)
-
-
-def _sums(tokens: Counts, group: Counts) -> Values:
-    """Number of tokens by group. float64 [groups]."""
-    return np.bincount(group, weights=tokens).astype(np.float64)
-
-
-def _episodes(episode: Counts, batch: Counts, tokens: Counts) -> Values:
-    """Number of episodes with trained tokens by mini-batch. float64 [mini-batches]."""
-    pairs = np.unique(np.stack([episode, batch])[:, tokens > 0], axis=1)
-    if pairs.shape[1] != len(np.unique(pairs[0])):
-        raise TrainError(
-            "the rows of one episode are in two mini-batches; keep an episode together", kind="train_setup"
-        )
-    return np.bincount(pairs[1], minlength=batch.max() + 1).astype(np.float64)

@@ -12,7 +12,7 @@ squares). The result does not depend on how the tokens were split.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -23,53 +23,53 @@ from torch import Tensor
 class MetricSums:
     """Sums and maxima by metric name: float64 tensors on the device of the values."""
 
-    sums: dict[str, Tensor] = field(default_factory=dict)
-    """[2]: sum of values, number of values."""
-    maxima: dict[str, Tensor] = field(default_factory=dict)
-    """[1]: maximum of the values."""
-    weights: dict[str, Tensor] = field(default_factory=dict)
-    """[3]: count, sum and sum of squares of weights, for the effective sample size."""
+    kept: dict[str, Tensor] = field(default_factory=dict)
+    """[1]: maximum. [2]: sum and number of values. [3]: number, sum and sum of squares, for the effective sample
+    size."""
 
     def mean(self, name: str, values: Tensor) -> None:
         """Add [n] values (numbers or bool) to the mean `name`."""
         total = values.detach().sum(dtype=torch.float64)
-        _add(self.sums, name, torch.stack([total, torch.full_like(total, values.numel())]))
+        self._add(name, torch.stack([total, torch.full_like(total, values.numel())]))
 
     def maximum(self, name: str, values: Tensor) -> None:
         """Add [n] values to the maximum `name`. Without values nothing is recorded."""
         if values.numel():
-            _raise(self.maxima, name, values.detach().max().double().reshape(1))
+            self._add(name, values.detach().max().double().reshape(1))
 
     def effective_sample_size(self, name: str, weights: Tensor) -> None:
         """Add [n] weights to the effective sample size `name`."""
         values = weights.detach().double()
         total = values.sum()
-        _add(self.weights, name, torch.stack([torch.full_like(total, values.numel()), total, values.square().sum()]))
+        self._add(name, torch.stack([torch.full_like(total, values.numel()), total, values.square().sum()]))
+
+    def _add(self, name: str, more: Tensor) -> None:
+        before = self.kept.get(name)
+        if before is not None:
+            more = torch.maximum(before, more) if len(more) == 1 else before + more
+        self.kept[name] = more
 
     def merge(self, other: MetricSums) -> None:
         """Add the sums of another."""
-        for name, pair in other.sums.items():
-            _add(self.sums, name, pair)
-        for name, peak in other.maxima.items():
-            _raise(self.maxima, name, peak)
-        for name, triple in other.weights.items():
-            _add(self.weights, name, triple)
+        for name, more in other.kept.items():
+            self._add(name, more)
 
     def cpu(self) -> MetricSums:
         """A copy on the CPU, made in one transfer, to be sent to another process."""
-        kinds = (self.sums, self.maxima, self.weights)
-        held = [tensor for kind in kinds for tensor in kind.values()]
-        if not held:
+        if not self.kept:
             return MetricSums()
-        moved = iter(torch.split(torch.cat(held).cpu(), [len(tensor) for tensor in held]))
-        return MetricSums(*({name: next(moved).clone() for name in kind} for kind in kinds))
+        sizes = [len(tensor) for tensor in self.kept.values()]
+        moved = torch.split(torch.cat(list(self.kept.values())).cpu(), sizes)
+        return MetricSums({name: tensor.clone() for name, tensor in zip(self.kept, moved, strict=True)})
 
     def result(self) -> dict[str, float]:
         """Values of all metrics with data. The effective sample size is given as a fraction of the number of tokens."""
-        on_cpu = self.cpu()
-        means = {name: total / count for name, (total, count) in _numbers(on_cpu.sums) if count}
-        peaks = {name: peak for name, (peak,) in _numbers(on_cpu.maxima)}
-        effective = {name: effective_sample_fraction(*sums) for name, sums in _numbers(on_cpu.weights) if sums[0]}
+        numbers = {name: tensor.tolist() for name, tensor in self.cpu().kept.items()}
+        means = {name: total[0] / total[1] for name, total in numbers.items() if len(total) == 2 and total[1]}
+        peaks = {name: peak[0] for name, peak in numbers.items() if len(peak) == 1}
+        effective = {
+            name: effective_sample_fraction(*sums) for name, sums in numbers.items() if len(sums) == 3 and sums[0]
+        }
         return means | peaks | effective
 
 
@@ -95,15 +95,3 @@ def effective_sample_fraction(count: float, total: float, squares: float) -> flo
         The fraction; 0 if all weights are 0 or there are none.
     """
     return total * total / (count * squares) if count and squares else 0.0
-
-
-def _numbers(tensors: dict[str, Tensor]) -> Iterable[tuple[str, list[float]]]:
-    return [(name, tensor.tolist()) for name, tensor in tensors.items()]
-
-
-def _add(kept: dict[str, Tensor], name: str, found: Tensor) -> None:
-    kept[name] = kept[name] + found if name in kept else found
-
-
-def _raise(kept: dict[str, Tensor], name: str, found: Tensor) -> None:
-    kept[name] = torch.maximum(kept[name], found) if name in kept else found

@@ -15,6 +15,7 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -69,7 +70,7 @@ class RouterReplay:
         """Whether passes with the routers' own choices are observed, for `problem` and `seen`."""
         for layer, router in routers_of(model).items():
             self._formulas[layer] = None
-            router.register_forward_hook(self._hook(layer))
+            router.register_forward_hook(partial(self._replay, layer))
 
     @property
     def layers(self) -> list[int]:
@@ -85,13 +86,13 @@ class RouterReplay:
         """Why given choices cannot be used; None: they can. Call it after a pass that was observed."""
         if not self._formulas:
             return "it has no routers that transformers declares (`router_logits`)"
-        missing = [layer for layer in self.layers if self._formulas[layer] is None]
-        if missing:
-            return (
-                f"the output of its router in layer {missing[0]} is not (logits, weights, choices) with a known "
-                "formula of weights"
-            )
-        return None
+        missing = next((layer for layer in self.layers if self._formulas[layer] is None), None)
+        if missing is None:
+            return None
+        return (
+            f"the output of its router in layer {missing} is not (logits, weights, choices) with a known formula of "
+            "weights"
+        )
 
     def seen(self) -> torch.Tensor:
         """The routers' own choices in the newest pass that was observed, int32 [T, layers, top_k]; -1 in layers without
@@ -102,36 +103,32 @@ class RouterReplay:
             choices_by_layer[:, layer] = choices.cpu()
         return choices_by_layer
 
-    def _hook(self, layer: int) -> Callable[..., Any]:
-        def replace(_module: torch.nn.Module, _inputs: Any, output: Any) -> Any:
-            used, formula = self._used, self._formulas[layer]
-            if used is None:
-                if self.observes:
-                    if formula is None and is_routing(output):
-                        formula = self._formulas[layer] = _formula_of(*output)
-                    if formula is not None:
-                        self._seen[layer] = output[2]
-                return None
-            assert formula is not None, "`use` was called in spite of a `problem`"
-            logits, weights, chosen = output
-            if layer >= used.shape[1] or used.shape[2] != chosen.shape[-1] or len(used) != len(chosen):
-                raise TrainError(
-                    f"the rows have experts of {tuple(used.shape)} [tokens, layers, top_k]; layer {layer} of "
-                    f"{self._name} chooses {chosen.shape[-1]} for each of {len(chosen)} tokens: were they sampled with "
-                    "another model?",
-                    kind="train_setup",
-                )
-            given = used[:, layer].to(chosen.dtype)
-            choices = torch.where(given < 0, chosen, given)
-            return logits, formula(logits, choices).to(weights.dtype), choices
-
-        return replace
+    def _replay(self, layer: int, _router: torch.nn.Module, _inputs: Any, output: Any) -> Any:
+        """The hook of a router: its output with the choices in use."""
+        used, formula = self._used, self._formulas[layer]
+        if used is None:
+            if self.observes:
+                if formula is None and is_routing(output):
+                    formula = self._formulas[layer] = _formula_of(*output)
+                if formula is not None:
+                    self._seen[layer] = output[2]
+            return None
+        assert formula is not None, "`use` was called in spite of a `problem`"
+        logits, weights, chosen = output
+        if layer >= used.shape[1] or used.shape[2] != chosen.shape[-1] or len(used) != len(chosen):
+            raise TrainError(
+                f"the rows have experts of {tuple(used.shape)} [tokens, layers, top_k]; layer {layer} of "
+                f"{self._name} chooses {chosen.shape[-1]} for each of {len(chosen)} tokens: were they sampled with "
+                "another model?",
+                kind="train_setup",
+            )
+        given = used[:, layer].to(chosen.dtype)
+        choices = torch.where(given < 0, chosen, given)
+        return logits, formula(logits, choices).to(weights.dtype), choices
 
 
 def _formula_of(logits: torch.Tensor, weights: torch.Tensor, choices: torch.Tensor) -> Formula | None:
     """The formula that gives these weights; None if none does."""
     most = _TOLERANCE.get(weights.dtype, 1e-5) if logits.dtype == weights.dtype else 1e-2
-    for formula in _FORMULAS:
-        if float((formula(logits, choices) - weights.float()).abs().max()) <= most:
-            return formula
-    return None
+    fits = (formula for formula in _FORMULAS if (formula(logits, choices) - weights.float()).abs().max() <= most)
+    return next(fits, None)
