@@ -54,6 +54,11 @@ class _LogitSettings:
         """Whether the hidden states are divided by the temperature instead of the logits."""
         return self.softcap is None and self.dtype == self.total
 
+    def operand(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The hidden states as they are multiplied, [n, H]."""
+        hidden = hidden.to(self.dtype)
+        return hidden / self.temperature if self.scales_hidden and self.temperature != 1.0 else hidden
+
 
 def chunked_logprobs(
     hidden: torch.Tensor,
@@ -132,66 +137,46 @@ class _Block:
     """Derivative of capped by uncapped logits; None without softcap."""
 
 
-class _Blocks:
-    """Iterates over all blocks of logits: for each range of ids, all ranges of tokens."""
+def _blocks(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    settings: _LogitSettings,
+    *,
+    fresh: bool,
+) -> Iterator[_Block]:
+    """All blocks of logits: for each range of ids, all ranges of tokens.
 
-    def __init__(
-        self,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        settings: _LogitSettings,
-        fresh: bool,
-    ) -> None:
-        """`fresh`: allocate memory for each block, so that blocks can be kept. Else all blocks use the same memory."""
-        self.settings, self.weight, self.bias, self._fresh = settings, weight, bias, fresh
-        self.hidden = hidden.to(settings.dtype)
-        if settings.scales_hidden and settings.temperature != 1.0:
-            self.hidden = self.hidden / settings.temperature
-        self._tokens, self._ids = _block_sizes(hidden.shape[0], settings.vocab, settings.chunk_elements)
-        self._banned = torch.tensor(settings.banned, dtype=torch.long)
-
-    def spans(self) -> Iterator[tuple[slice, list[slice]]]:
-        """The ranges of ids, each with all ranges of tokens."""
-        count = self.hidden.shape[0]
-        tokens = [slice(at, min(at + self._tokens, count)) for at in range(0, count, self._tokens)]
-        for low in range(0, self.settings.vocab, self._ids):
-            yield slice(low, min(low + self._ids, self.settings.vocab)), tokens
-
-    def __iter__(self) -> Iterator[_Block]:
-        scratch = self.hidden.new_empty(0 if self._fresh else self._tokens * self._ids)
-        for ids, spans in self.spans():
-            weight = self.weight[ids].to(self.settings.dtype)
-            bias = None if self.bias is None else self.bias[ids].to(self.settings.total)
-            banned = self._banned[(self._banned >= ids.start) & (self._banned < ids.stop)] - ids.start
-            banned = banned.to(weight.device)
-            for tokens in spans:
-                size = (tokens.stop - tokens.start, ids.stop - ids.start)
-                buffer = self.hidden.new_empty(size) if self._fresh else scratch[: size[0] * size[1]].view(size)
-                logits = torch.mm(self.hidden[tokens], weight.t(), out=buffer).to(self.settings.total)
-                yield self._finished(logits, weight, bias, banned, tokens, ids)
-
-    def _finished(
-        self,
-        logits: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        banned: torch.Tensor,
-        tokens: slice,
-        ids: slice,
-    ) -> _Block:
-        settings, slope = self.settings, None
-        if bias is not None:
-            logits.add_(bias / settings.temperature if settings.scales_hidden else bias).clamp_(min=MASKED_LOGIT)
-        if settings.softcap is not None:
-            logits.div_(settings.softcap).tanh_()
-            slope = 1.0 - logits * logits
-            logits.mul_(settings.softcap)
-        if not settings.scales_hidden and settings.temperature != 1.0:
-            logits.div_(settings.temperature)
-        if len(banned):
-            logits.index_fill_(1, banned, MASKED_LOGIT)
-        return _Block(tokens, ids, weight, logits, slope)
+    Args:
+        hidden: Those of `_LogitSettings.operand`.
+        fresh: Allocate memory for each block, so that blocks can be kept. Else all blocks use the same memory.
+    """
+    count, (most, width) = len(hidden), _block_sizes(len(hidden), settings.vocab, settings.chunk_elements)
+    scratch = hidden.new_empty(0 if fresh else most * width)
+    all_banned = torch.tensor(settings.banned, dtype=torch.long)
+    for low in range(0, settings.vocab, width):
+        ids = slice(low, min(low + width, settings.vocab))
+        part = weight[ids].to(settings.dtype)
+        shift = None if bias is None else bias[ids].to(settings.total)
+        if shift is not None and settings.scales_hidden:
+            shift = shift / settings.temperature
+        banned = (all_banned[(all_banned >= ids.start) & (all_banned < ids.stop)] - ids.start).to(weight.device)
+        for first in range(0, count, most):
+            tokens, slope = slice(first, min(first + most, count)), None
+            size = (tokens.stop - tokens.start, ids.stop - ids.start)
+            buffer = hidden.new_empty(size) if fresh else scratch[: size[0] * size[1]].view(size)
+            logits = torch.mm(hidden[tokens], part.t(), out=buffer).to(settings.total)
+            if shift is not None:
+                logits.add_(shift).clamp_(min=MASKED_LOGIT)
+            if settings.softcap is not None:
+                logits.div_(settings.softcap).tanh_()
+                slope = 1.0 - logits * logits
+                logits.mul_(settings.softcap)
+            if not settings.scales_hidden and settings.temperature != 1.0:
+                logits.div_(settings.temperature)
+            if len(banned):
+                logits.index_fill_(1, banned, MASKED_LOGIT)
+            yield _Block(tokens, ids, part, logits, slope)
 
 
 class _LogProbs(torch.autograd.Function):
@@ -208,15 +193,16 @@ class _LogProbs(torch.autograd.Function):
         learns = settings.learns and (by_hidden or by_weight or by_bias)
         sum_weights = learns and by_hidden and not (by_weight or by_bias or settings.softcap)
         keep = learns and not sum_weights and hidden.shape[0] * settings.vocab <= settings.chunk_elements
-        result = _forward(_Blocks(hidden, weight, bias, settings, fresh=keep), labels, sum_weights, keep)
+        blocks = _blocks(settings.operand(hidden), weight, bias, settings, fresh=keep)
+        means = hidden.new_zeros(hidden.shape, dtype=settings.total) if sum_weights else None
         ctx.set_materialize_grads(False)
-        ctx.settings, ctx.blocks = settings, result.blocks
-        entropies = result.entropies if settings.entropy else hidden.new_empty(0, dtype=settings.total)
+        ctx.settings, ctx.blocks = settings, [] if keep else None
+        logprobs, sums, entropies = _forward(blocks, labels, settings, means, ctx.blocks)
         if learns:
-            ctx.save_for_backward(hidden, weight, bias, labels, result.logprobs, result.sums, entropies, result.means)
+            ctx.save_for_backward(hidden, weight, bias, labels, logprobs, sums, entropies, means)
         if not settings.entropy:
             ctx.mark_non_differentiable(entropies)
-        return result.logprobs, entropies
+        return logprobs, entropies
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None, grad_entropy: torch.Tensor | None) -> tuple[Any, ...]:
@@ -233,9 +219,13 @@ class _LogProbs(torch.autograd.Function):
             capped = (logprobs + sums) * (settings.temperature / settings.softcap)
             picked *= torch.where(torch.isneginf(logprobs), 0.0, 1.0 - capped * capped)
         stored, ctx.blocks = ctx.blocks, None  # overwritten below: a second backward pass recomputes them
-        blocks = _Blocks(hidden, weight, bias, settings, fresh=False)
-        given = _BackwardInputs(sums, entropies, grad, grad_entropy if settings.entropy else None)
-        by_hidden, by_weight, by_bias = _backward(stored or blocks, blocks, given, ctx.needs_input_grad[:3])
+        operand = settings.operand(hidden)
+        blocks = stored or _blocks(operand, weight, bias, settings, fresh=False)
+        given = _BackwardInputs(operand, sums, entropies, grad, grad_entropy if settings.entropy else None)
+        wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        by_hidden, by_weight, by_bias = _backward(
+            blocks, settings, given, wants_hidden, weight if wants_weight else None, bias if wants_bias else None
+        )
         if by_hidden is not None:
             by_hidden.addcmul_(weight[labels].to(settings.total), picked[:, None])
             by_hidden = by_hidden.to(hidden.dtype)
@@ -246,25 +236,21 @@ class _LogProbs(torch.autograd.Function):
         return by_hidden, by_weight, by_bias, None, None
 
 
-@dataclass(slots=True)
-class _TokenSums:
-    """Results of the forward pass, by token."""
+def _forward(
+    blocks: Iterable[_Block],
+    labels: torch.Tensor,
+    settings: _LogitSettings,
+    means: torch.Tensor | None,
+    stored: list[_Block] | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Log-probs, log-sum-exps and entropies by token, [n] each.
 
-    logprobs: torch.Tensor
-    sums: torch.Tensor
-    """Log-sum-exps [n]."""
-    entropies: torch.Tensor
-    means: torch.Tensor | None
-    """sum_j p_j weight_j, [n, H], if the forward pass computes it."""
-    blocks: list[_Block] | None
-
-
-def _forward(blocks: _Blocks, labels: torch.Tensor, sum_weights: bool, keep: bool) -> _TokenSums:
-    settings, count = blocks.settings, len(labels)
-    most = torch.full((count,), MASKED_LOGIT, dtype=settings.total, device=labels.device)
+    Args:
+        means: Zeros, [n, H], which become sum_j p_j weight_j. None: they are not computed.
+        stored: Gets the blocks, which are then kept. None: they are overwritten.
+    """
+    most = torch.full((len(labels),), MASKED_LOGIT, dtype=settings.total, device=labels.device)
     total, spread, chosen = torch.zeros_like(most), torch.zeros_like(most), torch.full_like(most, MASKED_LOGIT)
-    means = torch.zeros(blocks.hidden.shape, dtype=settings.total, device=labels.device) if sum_weights else None
-    stored: list[_Block] = []
     for block in blocks:
         here, logits = block.tokens, block.logits
         at = labels[here] - block.ids.start
@@ -274,7 +260,7 @@ def _forward(blocks: _Blocks, labels: torch.Tensor, sum_weights: bool, keep: boo
         peak = torch.maximum(most[here], logits.amax(1))
         fall = most[here] - peak
         shrink = fall.exp()
-        if keep:
+        if stored is not None:
             stored.append(block)
             logits = logits - peak[:, None]
         else:
@@ -294,13 +280,8 @@ def _forward(blocks: _Blocks, labels: torch.Tensor, sum_weights: bool, keep: boo
     logprobs = chosen - most - logs
     if means is not None:
         means /= total[:, None]
-    return _TokenSums(
-        torch.where(chosen > MASKED_LOGIT / 2, logprobs, torch.where(chosen.isnan(), chosen, -torch.inf)),
-        most + logs,
-        logs - spread / total,
-        means,
-        stored if keep else None,
-    )
+    logprobs = torch.where(chosen > MASKED_LOGIT / 2, logprobs, torch.where(chosen.isnan(), chosen, -torch.inf))
+    return logprobs, most + logs, logs - spread / total
 
 
 def _add_product(into: torch.Tensor, one: torch.Tensor, other: torch.Tensor) -> None:
@@ -314,6 +295,8 @@ def _add_product(into: torch.Tensor, one: torch.Tensor, other: torch.Tensor) -> 
 class _BackwardInputs(NamedTuple):
     """Inputs of the backward pass by token, [n] each."""
 
+    operand: torch.Tensor
+    """[n, H], see `_LogitSettings.operand`."""
     sums: torch.Tensor
     entropies: torch.Tensor
     grad: torch.Tensor
@@ -321,21 +304,26 @@ class _BackwardInputs(NamedTuple):
 
 
 def _backward(
-    made: Iterable[_Block], blocks: _Blocks, given: _BackwardInputs, wanted: Sequence[bool]
+    blocks: Iterable[_Block],
+    settings: _LogitSettings,
+    given: _BackwardInputs,
+    wants_hidden: bool,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """Gradients of hidden states (in the dtype of the sums), weights and bias, without the terms of the labels
-    themselves.
+    themselves. None for those that are not wanted.
 
     Without entropy the gradient of z is -grad p, so `grad` is factored out of the matrix products.
     """
-    settings, hidden, even = blocks.settings, blocks.hidden, given.grad_entropy is None
+    hidden, even = given.operand, given.grad_entropy is None
     outside = (given.grad if even else torch.ones_like(given.grad)) / settings.temperature
     # Hidden states that are already divided by the temperature contain that factor once.
     right = hidden * (outside * settings.temperature if settings.scales_hidden else outside)[:, None].to(hidden.dtype)
-    by_hidden = torch.zeros(hidden.shape, dtype=settings.total, device=hidden.device) if wanted[0] else None
-    by_weight = torch.empty_like(blocks.weight) if wanted[1] else None
-    by_bias = torch.zeros_like(blocks.bias) if wanted[2] and blocks.bias is not None else None
-    for ids, group in groupby(made, key=lambda block: block.ids):
+    by_hidden = torch.zeros(hidden.shape, dtype=settings.total, device=hidden.device) if wants_hidden else None
+    by_weight = None if weight is None else torch.empty_like(weight)
+    by_bias = None if bias is None else torch.zeros_like(bias)
+    for ids, group in groupby(blocks, key=lambda block: block.ids):
         summed = torch.zeros((ids.stop - ids.start, hidden.shape[1]), dtype=settings.total, device=hidden.device)
         for block in group:
             gradients = _logit_gradients(block, given)

@@ -99,7 +99,7 @@ def test_gradients_of_hidden_alone_are_made_on_the_way_forward(
     rules: dict[str, Any] = {"temperature": 1.3, "banned": (30, 33), "vocab": 35}
     (wanted,) = torch.autograd.grad((reference(hidden, weight, labels, **rules)[0] * weigh).sum(), hidden)
     logprobs, _ = chunked_logprobs(hidden, weight, labels, chunk_elements=chunk_elements, entropy=False, **rules)
-    monkeypatch.setattr(module, "_Blocks", None)  # no logits are made again
+    monkeypatch.setattr(module, "_blocks", None)  # no logits are made again
     (got,) = torch.autograd.grad((logprobs * weigh).sum(), hidden)
     torch.testing.assert_close(got, wanted, rtol=0, atol=1e-10)
 
@@ -212,14 +212,14 @@ def test_autocast_multiplies_in_bfloat16_and_sums_in_float32() -> None:
 
 def test_no_more_logits_exist_than_cells(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
-    real = module._Blocks.__iter__
+    real = module._blocks
 
-    def spy(self: Any) -> Any:
-        for block in real(self):
+    def spy(*args: Any, **settings: Any) -> Any:
+        for block in real(*args, **settings):
             made.append(block.logits.numel())
             yield block
 
-    monkeypatch.setattr(module._Blocks, "__iter__", spy)
+    monkeypatch.setattr(module, "_blocks", spy)
     hidden, weight, labels, _ = tensors()
     chunked_logprobs(
         hidden, weight.requires_grad_(), labels, temperature=1.0, banned=(), chunk_elements=50, entropy=False

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from installed_plugins import needs_plugin
 from nets_for_tests import VOCAB, build
 from process_group_worker import rows_of
-from safetensors.torch import save_file
 from slow_cases import slow_but
 from training_rows import with_branch
 
@@ -197,21 +196,3 @@ def test_a_resume_goes_on_with_the_same_copies(model: Path, tmp_path: Path, shar
     finally:
         if sharded:
             dist.destroy_process_group()
-
-
-def test_a_checkpoint_whose_weights_and_moments_are_bfloat16_is_read(model: Path, tmp_path: Path) -> None:
-    """Engines before the copies wrote such ones: the copies begin with its weights."""
-    writer = learner_of(model, precision="bfloat16", optimizer={"lr": 1e-2})
-    writer.step(rows(), 0)
-    for name, part in writer.state_parts().items():
-        tensors = {
-            key: (each.bfloat16() if each.dtype == torch.float32 and each.ndim else each).contiguous()
-            for key, each in part.tensors().items()
-        }
-        save_file(tensors, tmp_path / f"{name}.safetensors")
-    fresh = learner_of(model, precision="bfloat16", optimizer={"lr": 1e-6})
-    fresh.load_state(tmp_path)
-    served = writer.policy.state()
-    assert all(torch.equal(served[name], tensor) for name, tensor in fresh.policy.state().items())
-    moved, intended = movement_of(fresh)
-    assert realised(moved, intended) > 0.5  # the moments are those of the checkpoint, which `intended` does not have
