@@ -178,9 +178,11 @@ def _paths(
     """The same result as `_Parts`, computed segment by segment with torch's attention."""
     group, outputs = query.shape[1], []
     for index, segment in enumerate(pack.segments):
-        ranges = _ancestors(pack.segments, index)
+        ancestors = [segment]
+        while ancestors[0].parent >= 0:
+            ancestors.insert(0, pack.segments[ancestors[0].parent])
         keys, values = (
-            torch.cat([states[:, start:end] for start, end in ranges], 1)[:, None].expand(-1, group, -1, -1)
+            torch.cat([states[:, part.start : part.end] for part in ancestors], 1)[:, None].expand(-1, group, -1, -1)
             for states in (key, value)
         )
         mask = _mask(pack, index, window, query.device)
@@ -195,15 +197,6 @@ def _paths(
             )
         )
     return torch.cat(outputs, 2).permute(2, 0, 1, 3)
-
-
-def _ancestors(segments: tuple[Segment, ...], index: int) -> list[tuple[int, int]]:
-    """The ranges (start, end) of a segment's ancestors and of the segment itself, in order."""
-    ranges = []
-    while index >= 0:
-        ranges.append((segments[index].start, segments[index].end))
-        index = segments[index].parent
-    return ranges[::-1]
 
 
 def _mask(pack: Pack, index: int, window: int | None, device: torch.device) -> torch.Tensor | None:

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
-import structlog
 
 from engine.errors import TrainError
 from engine.schemas.base import Struct
@@ -28,15 +27,8 @@ from engine.store.json_lines import JsonLines
 from engine.store.training import BATCHES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from engine.runner.batch import Batch
     from engine.runner.task_order import TaskOrder
-    from engine.store.rows.row import TrainingRow
-    from engine.train.checkpoint import State
-    from engine.train.learner import Learner
-
-log = structlog.get_logger(__name__)
 
 
 class BatchRecord(Struct, frozen=True):
@@ -127,54 +119,9 @@ LOSS_TOLERANCE = 1e-3
 reported."""
 
 
-def repeat_steps(
-    batch_log: BatchLog,
-    records: Sequence[BatchRecord],
-    rows_of: Callable[[BatchRecord], list[TrainingRow] | None],
-    state: State,
-    learner: Learner,
-    done: Callable[[], None],
-) -> list[BatchRecord]:
-    """Bring a learner from a checkpoint to the newest step of the batch log. Call it in a thread.
-
-    Args:
-        batch_log: The batch log of the training.
-        records: Its records.
-        rows_of: Returns the training rows of a step; None if one of them is gone.
-        state: The progress at the checkpoint; changed after each step.
-        learner: Has the weights of the checkpoint.
-        done: Called after each step.
-
-    Returns:
-        The records of all steps that the training has.
-
-    Raises:
-        TrainError: kind `diverged`.
-    """
-    for record in to_repeat(records, state.step):
-        rows = rows_of(record)
-        if rows is None:
-            log.warning(
-                "episodes of a step after the checkpoint are not in the run store; it is sampled again",
-                step=record.step,
-            )
-            break
-        if record.used:
-            metrics = learner.step(rows, state.step, rate=record.rate, most_updates=record.updates)
-            _compare(record, metrics["loss"])
-        state.step, state.version = record.step, record.version
-        state.groups.add(record.numbers)
-        done()
-    remaining = [record for record in records if record.step <= state.step]
-    batch_log.cut(lambda record: record.step <= state.step)
-    for record in remaining:
-        state.groups.add(record.numbers)
-    return remaining
-
-
-def _compare(record: BatchRecord, loss: float) -> None:
-    """Report a repeated step whose loss differs from the recorded one."""
+def same_loss(record: BatchRecord, loss: float) -> bool:
+    """Whether a repeated step has the recorded loss. A step that diverged after some updates recorded none."""
     recorded = record.metrics.get("loss")
-    complete = recorded is not None and record.metrics.get("updates") == record.updates
-    if complete and not math.isclose(loss, recorded or 0.0, rel_tol=LOSS_TOLERANCE, abs_tol=LOSS_TOLERANCE):
-        log.warning("a repeated step has another loss than before", step=record.step, loss=loss, before=recorded)
+    if recorded is None or record.metrics.get("updates") != record.updates:
+        return True
+    return math.isclose(loss, recorded, rel_tol=LOSS_TOLERANCE, abs_tol=LOSS_TOLERANCE)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from engine.schemas.train import BonusSpec, TrainSpec
     from engine.schemas.trajectory import Trajectory, Turn
     from engine.store.rows.columns import Columns
-    from engine.store.rows.row import Floats, TrainingRow
+    from engine.store.rows.row import TrainingRow
 
 
 class GroupBuilder:
@@ -108,22 +108,16 @@ class GroupBuilder:
             ]
         for bonus, function in self._bonuses:
             rows = [
-                _with_bonus(row, _bonus(bonus, function, row, columns))
-                for row, columns in zip(rows, columns_of(rows), strict=True)
+                _with_bonus(row, columns, bonus, function) for row, columns in zip(rows, columns_of(rows), strict=True)
             ]
         return rows
 
 
-def _with_bonus(row: TrainingRow, values: Floats) -> TrainingRow:
-    """The row with a bonus in its advantages, and in its credit if that is computed again."""
-    credit = row.credit
-    if credit is not None:
-        credit = replace(credit, bonuses=values if credit.bonuses is None else credit.bonuses + values)
-    return replace(row, advantages=row.advantages + values, credit=credit)
+def _with_bonus(row: TrainingRow, columns: Columns, bonus: BonusSpec, function: Callable[..., Any]) -> TrainingRow:
+    """The row with a bonus of each trained token in its advantages, and in its credit if that is computed again.
 
-
-def _bonus(bonus: BonusSpec, function: Callable[..., Any], row: TrainingRow, columns: Columns) -> Floats:
-    """The bonus of each trained token, float32 [n]. The function gets the row's columns (docs/rows.md)."""
+    The function gets the row's columns (docs/rows.md).
+    """
     values = np.asarray(function(columns, **bonus.with_), np.float32)
     if values.shape != row.branch.input_ids.shape or not np.isfinite(values).all():
         raise TrainError(
@@ -131,7 +125,10 @@ def _bonus(bonus: BonusSpec, function: Callable[..., Any], row: TrainingRow, col
             f"it must return one finite number for each of the row's {len(row.branch.input_ids)} tokens",
             kind="train_setup",
         )
-    return (bonus.coefficient * values[row.places]).astype(np.float32)
+    values, credit = (bonus.coefficient * values[row.places]).astype(np.float32), row.credit
+    if credit is not None:
+        credit = replace(credit, bonuses=values if credit.bonuses is None else credit.bonuses + values)
+    return replace(row, advantages=row.advantages + values, credit=credit)
 
 
 def cut_by(trajectory: Trajectory, limits: LimitsSpec, most: int) -> str | None:

@@ -4,7 +4,7 @@
         state.json              format, step, version, consumed groups, the best evaluation so far, names and versions
                                 of parts
         policy/                 part: trained parameters, those of 16 bits in float32; a file for each process
-                                (`tensor_files.py`)
+                                (`files.py`)
         optimizer/              part: AdamW's moments, and torch's random state
         model/                  a full model for `model.path` and `engine eval --model`; with LoRA instead:
         adapter/                the adapter in peft's format

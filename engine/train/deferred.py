@@ -20,8 +20,7 @@ from torch import Tensor, nn
 
 from engine.errors import TrainError
 from engine.tokens.catalogue import no_bars
-from engine.train.files import tensor_files
-from engine.train.tensor_files import read_tensors
+from engine.train.files import read_tensors, tensor_files
 
 if TYPE_CHECKING:
     from engine.train.distributed import ProcessGroup

@@ -1,6 +1,11 @@
-"""Model folders: the names of weights in a folder's files, and writing a folder with new weights.
+"""Files of tensors: model folders, and the folders of sharded tensors in a checkpoint.
 
-Invariant: all files except weights are copied byte for byte from the folder that the model was loaded from.
+A model's folder is written with new weights, and all other files are copied byte for byte from the folder that the
+model was loaded from.
+
+Tensors of several processes are in one file for each process that wrote them; each process writes and reads only its
+own part (`torch.distributed.checkpoint`). Such a folder can be read by another number of processes, or by one. The
+file's header says which part of each tensor it holds; nothing is pickled.
 """
 
 from __future__ import annotations
@@ -8,14 +13,23 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from engine.errors import TrainError
 from engine.tokens.catalogue import MANIFEST
+from engine.train.optimizers import local_of
+
+if TYPE_CHECKING:
+    from engine.train.distributed import ProcessGroup
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
 _SHARD = "5GB"
@@ -52,43 +66,23 @@ def tensor_facts(folder: Path) -> dict[str, tuple[tuple[int, ...], bool]]:
     return facts
 
 
-class ServingDtypes:
-    """The number types in which a server keeps a model's weights: that of config.json.
+def serving_dtypes(folder: Path) -> tuple[torch.dtype | None, set[str]]:
+    """The number types in which a server keeps a model's weights: that of config.json, None if it names none, and the
+    names of the weights that stay in float32.
 
-    A model whose files have some weights in float32 beside others in the type of config.json keeps these in float32.
+    Some weights do if the model's files have them in float32 beside others in the type of config.json. `folder`: that
+    of the model that was loaded.
     """
+    from safetensors import safe_open
 
-    def __init__(self, folder: Path) -> None:
-        """
-        Args:
-            folder: The folder of the model that was loaded.
-        """
-        from safetensors import safe_open
-
-        self.usual = _config_dtype(folder)
-        """The type of config.json; None if it names none."""
-        stored: dict[str, str] = {}
-        for name, file in tensor_files(folder).items():
-            with safe_open(file, "pt") as tensors:
-                stored[name] = tensors.get_slice(name).get_dtype()
-        usual = {torch.bfloat16: "BF16", torch.float16: "F16"}.get(self.usual) if self.usual is not None else None
-        self._float32 = (
-            {name for name, dtype in stored.items() if dtype == "F32"} if usual in stored.values() else set()
-        )
-
-    @property
-    def mixed(self) -> bool:
-        """Whether some weights are kept in float32 beside others."""
-        return bool(self._float32)
-
-    def cast(self, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Weights of any shapes, by their names in the files, in these types. Integers stay as they are."""
-        return {
-            name: tensor.to(torch.float32 if name in self._float32 else self.usual or tensor.dtype)
-            if tensor.is_floating_point()
-            else tensor
-            for name, tensor in weights.items()
-        }
+    usual = _config_dtype(folder)
+    stored: dict[str, str] = {}
+    for name, file in tensor_files(folder).items():
+        with safe_open(file, "pt") as tensors:
+            stored[name] = tensors.get_slice(name).get_dtype()
+    if usual is None or {torch.bfloat16: "BF16", torch.float16: "F16"}.get(usual) not in stored.values():
+        return usual, set()
+    return usual, {name for name, dtype in stored.items() if dtype == "F32"}
 
 
 def _config_dtype(folder: Path) -> torch.dtype | None:
@@ -177,3 +171,64 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
     parameter."""
     tensor = tensor.contiguous()
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+
+
+def write_tensors(tensors: Mapping[str, torch.Tensor], folder: Path, process_group: ProcessGroup) -> None:
+    """Write tensors. Every process must call this; a tensor that is not sharded is written by one of the processes that
+    pass it.
+
+    Args:
+        tensors: By name, each of any shape; scalars are shape [].
+        folder: The folder to write into; it is made.
+        process_group: The processes of the training.
+
+    Raises:
+        TrainError: kind `diverged`: a tensor has a value that is not finite; nothing is written.
+        OSError: a process cannot write.
+    """
+    floats = ((name, local_of(tensor)) for name, tensor in tensors.items() if tensor.is_floating_point())
+    odd = next((name for name, part in floats if not part.isfinite().all()), None)
+    names = [name for name in process_group.all_gather(odd) if name is not None]
+    if names:
+        raise TrainError(f"`{names[0]}` has values that are not finite; it is not saved", kind="diverged")
+    folder.mkdir(parents=True, exist_ok=True)
+    state = {name: tensor.detach() for name, tensor in tensors.items()}
+    writer, alone = HuggingFaceStorageWriter(str(folder), save_distributed=True), process_group.torch_group is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            save(state, storage_writer=writer, process_group=process_group.torch_group, no_dist=alone)
+        except CheckpointException as error:
+            raise OSError(_reason(error)) from error
+
+
+def read_tensors(tensors: Mapping[str, torch.Tensor], folder: Path, process_group: ProcessGroup) -> None:
+    """Read into tensors, in place: of a sharded tensor only this process's part. Every process must call this with the
+    same names.
+
+    Args:
+        tensors: By name; each has the shape of the tensor in the files, and any dtype.
+        folder: A folder of safetensors files: of `write_tensors`, or a model's.
+        process_group: The processes of the training.
+
+    Raises:
+        ValueError: the files have no tensor of a name, or one of another shape.
+        OSError: a process cannot read.
+    """
+    reader, alone = HuggingFaceStorageReader(str(folder)), process_group.torch_group is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            load(dict(tensors), storage_reader=reader, process_group=process_group.torch_group, no_dist=alone)
+        except CheckpointException as error:
+            raise ValueError(_reason(error)) from error
+
+
+def stored_names(folder: Path) -> dict[str, tuple[int, ...]]:
+    """The tensors of a folder by name, with their whole shapes. Only the headers are read."""
+    about = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+    return {name: tuple(tensor.size) for name, tensor in about.items()}  # type: ignore[union-attr]
+
+
+def _reason(error: CheckpointException) -> str:
+    return "; ".join(f"process {rank}: {failure[0]}" for rank, failure in sorted(error.failures.items()))

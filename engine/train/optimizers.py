@@ -4,8 +4,9 @@ the CPU between updates, and float32 master weights of 16-bit parameters."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from functools import partial
+from itertools import accumulate, groupby
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -120,12 +121,14 @@ def update(optimizer: torch.optim.Optimizer, *, offload: bool) -> None:
     gradients = [parameter.grad for parameter in parameters]
     for parameter in parameters:
         parameter.grad = None
-    for some in _groups(list(zip(parameters, gradients, strict=True))):
-        for parameter, gradient in some:
+    ends = accumulate(local_of(parameter).nbytes for parameter in parameters)
+    for _, some in groupby(zip(parameters, gradients, ends, strict=True), key=lambda of: of[2] // _GROUP_BYTES):
+        group = list(some)
+        for parameter, gradient, _ in group:
             parameter.grad = gradient
             _move_moments(optimizer, parameter, local_of(parameter).device)
         optimizer.step()
-        for parameter, _ in some:
+        for parameter, *_ in group:
             _move_moments(optimizer, parameter, torch.device("cpu"))
             parameter.grad = None
 
@@ -182,19 +185,6 @@ def _like(value: Tensor, part: Tensor) -> Tensor:
     if not isinstance(value, DTensor):
         return part
     return DTensor.from_local(part, value.device_mesh, value.placements, shape=value.shape, stride=value.stride())
-
-
-def _groups(pairs: Sequence[tuple[nn.Parameter, Tensor | None]]) -> Iterator[list[tuple[nn.Parameter, Tensor | None]]]:
-    some: list[tuple[nn.Parameter, Tensor | None]] = []
-    size = 0
-    for pair in pairs:
-        some.append(pair)
-        size += local_of(pair[0]).nbytes
-        if size >= _GROUP_BYTES:
-            yield some
-            some, size = [], 0
-    if some:
-        yield some
 
 
 def learning_rate(spec: TrainSpec, step: int) -> float:

@@ -81,7 +81,7 @@ class PackedModel:
                 differs from the model's own.
         """
         self.process_group = process_group or ProcessGroup()
-        self._run: RunForward = _call
+        self._run: RunForward = lambda function, *args: function(*args)
         self._deferred: DeferredWeights | None = None
         self.folder, self.device, self.dtype = folder, device, dtype
         self.temperature = temperature or 1.0
@@ -99,7 +99,7 @@ class PackedModel:
         head = self.model.get_output_embeddings()
         if not isinstance(head, torch.nn.Linear):
             raise self._refusal("its output layer is not linear")
-        self._head = head
+        self._head, self.hidden_size = head, head.in_features
         self.vocab = min(vocab or head.weight.shape[0], head.weight.shape[0])
         self.banned: tuple[int, ...] = tuple(vision.banned) if vision is not None else ()
         text = self.model.config.get_text_config()
@@ -130,19 +130,9 @@ class PackedModel:
             self._deferred = None
             self._check_packed_forward()
 
-    @property
-    def backbone(self) -> Any:
-        """The model without its output layer."""
-        return self.model.base_model
-
     def autocast(self) -> AbstractContextManager[Any]:
         """A context in which matrix products use the autocast dtype."""
         return torch.autocast(self.device.type, self._autocast) if self._autocast is not None else nullcontext()
-
-    @property
-    def hidden_size(self) -> int:
-        """Size of the hidden states that the output layer gets."""
-        return int(self._head.in_features)
 
     def logprobs(self, pack: Pack, *, entropy: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Log-probs [n] of the pack's trained tokens, and entropies [n] or None. With a graph if gradients are
@@ -179,7 +169,13 @@ class PackedModel:
 
     def _logprobs(self, pack: Pack, states: torch.Tensor, *, entropy: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Log-probs and entropies from hidden states [T, H]."""
-        sources, labels, back = self._unique_labels(pack)
+        rows = self._head.weight.shape[0]
+        if "once" not in pack.cache:  # the distinct pairs of source and label, and the index of each label's pair
+            pairs = pack.sources * rows + pack.labels
+            single, back = torch.unique(pairs, return_inverse=True)
+            once = (single // rows, single % rows, back) if len(single) < len(pairs) else (pack.sources, pack.labels)
+            pack.cache["once"] = [tensor.to(self.device) for tensor in once]
+        sources, labels, *index = pack.cache["once"]
         with self.autocast():
             states = states[sources]
             if self._scale != 1.0:
@@ -196,24 +192,9 @@ class PackedModel:
                 vocab=self.vocab,
                 softcap=self._softcap,
             )
-        if back is None:
-            return logprobs, entropies
-        return logprobs[back], None if entropies is None else entropies[back]
-
-    def _unique_labels(self, pack: Pack) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """The distinct pairs of source and label, and the index of each label's pair; None if all pairs are
-        distinct."""
-        if "once" not in pack.cache:
-            pairs = pack.sources * self._head.weight.shape[0] + pack.labels
-            single, back = torch.unique(pairs, return_inverse=True)
-            sources, labels = pack.sources, pack.labels
-            if len(single) < len(pairs):
-                sources, labels = single // self._head.weight.shape[0], single % self._head.weight.shape[0]
-                pack.cache["once"] = (sources.to(self.device), labels.to(self.device), back.to(self.device))
-            else:
-                pack.cache["once"] = (sources.to(self.device), labels.to(self.device), None)
-        pairs_once: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] = pack.cache["once"]
-        return pairs_once
+        if index:
+            logprobs, entropies = logprobs[index[0]], None if entropies is None else entropies[index[0]]
+        return logprobs, entropies
 
     def _states(self, pack: Pack) -> torch.Tensor:
         """The hidden states that the output layer gets, [T, H]."""
@@ -227,7 +208,9 @@ class PackedModel:
         with self.autocast(), inputs as named:
             given = pack.experts if self.replays_experts or self._checks else None
             self._routers.use(None if given is None else given.to(self.device))
-            out = self.backbone(input_ids=pack.input_ids.to(self.device)[None], use_cache=False, pack=pack, **named)
+            out = self.model.base_model(
+                input_ids=pack.input_ids.to(self.device)[None], use_cache=False, pack=pack, **named
+            )
         states: torch.Tensor = out.last_hidden_state[0]
         return states
 
@@ -314,7 +297,7 @@ class PackedModel:
             ids = torch.tensor(probe, device=self.device)
             with self.autocast():
                 out = self.model(input_ids=ids[None], use_cache=False, output_hidden_states=False)
-                states = self.backbone(input_ids=ids[None], use_cache=False).last_hidden_state
+                states = self.model.base_model(input_ids=ids[None], use_cache=False).last_hidden_state
                 off = max(off, self._find_scale(states, out.logits))
             chances = (out.logits[0].to(torch.promote_types(torch.float32, self.dtype)) / self.temperature)[:-1]
             chances = chances.masked_fill(~allowed, -torch.inf).log_softmax(-1)
@@ -352,10 +335,6 @@ class PackedModel:
 def _row(probe: np.ndarray, experts: np.ndarray | None = None) -> TrainingRow:
     chosen = None if experts is None else experts.astype(expert_dtype(int(experts.max(initial=0)) + 1))
     return TrainingRow.of_tokens(probe, np.arange(len(probe)) > 0, routed_experts=chosen)
-
-
-def _call(function: Callable[..., Any], *args: Any) -> Any:
-    return function(*args)
 
 
 def _load(

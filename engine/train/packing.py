@@ -101,11 +101,6 @@ class Pack(Struct, frozen=True, kw_only=True, eq=False):
         return len(self.input_ids)
 
     @property
-    def trained(self) -> int:
-        """n."""
-        return len(self.labels)
-
-    @property
     def longest(self) -> int:
         """Number of tokens of the longest row."""
         return max(segment.position + segment.end - segment.start for segment in self.segments)
@@ -202,31 +197,22 @@ def _row_tokens(
             number = numbers.setdefault(image.image, len(numbers) + 1)
             keys[image.start : image.end] |= np.uint64(number << 32)
             images.append(PackImage(image.image, image.start, tuple(image.grid)))
-    experts = None if form is None else _row_experts(index, row.branch.routed_experts, form, end)
-    if experts is not None:
-        hashed = np.zeros(end, np.uint64)
-        for choice in experts.reshape(end, -1).T:
-            hashed = (hashed ^ choice.astype(np.uint64)) * _HASH
-        keys += hashed
-    return _RowTokens(row=index, ids=ids, keys=keys, trained=trained, images=images, experts=experts)
-
-
-def _row_experts(index: int, given: np.ndarray | None, form: tuple[int, ...], end: int) -> np.ndarray:
-    """The experts of a row's first `end` tokens, int32 [end, layers, top_k]; -1 where not known.
-
-    Raises:
-        TrainError: kind `train_setup`: they have another form than those of the other rows.
-    """
-    experts = np.full((end, *form), -1, np.int32)
-    if given is not None:
-        if given.shape[1:] != form:
+    experts, given = None, row.branch.routed_experts
+    if form is not None:
+        experts = np.full((end, *form), -1, np.int32)
+        if given is not None and given.shape[1:] != form:
             raise TrainError(
                 f"row {index}: its experts are of {given.shape[1:]} [layers, top_k], and those of other rows of "
                 f"{form}: were they sampled with another model?",
                 kind="train_setup",
             )
-        experts[: len(given)] = given[:end]
-    return experts
+        if given is not None:
+            experts[: len(given)] = given[:end]
+        hashed = np.zeros(end, np.uint64)
+        for choice in experts.reshape(end, -1).T:
+            hashed = (hashed ^ choice.astype(np.uint64)) * _HASH
+        keys += hashed
+    return _RowTokens(row=index, ids=ids, keys=keys, trained=trained, images=images, experts=experts)
 
 
 def _common_prefix(one: _RowTokens, other: _RowTokens) -> int:

@@ -16,11 +16,10 @@ import torch
 from engine.backends.device import pick_device
 from engine.errors import TrainError
 from engine.schemas.train import TrainSpec
-from engine.train import files
 from engine.train.distributed import ProcessGroup
+from engine.train.files import read_tensors, serving_dtypes, stored_names, under_file_names, write_model
 from engine.train.packed_model import PackedModel
 from engine.train.packing import Pack
-from engine.train.tensor_files import read_tensors, stored_names
 
 if TYPE_CHECKING:
     from engine.tokens.vision import Vision
@@ -64,9 +63,14 @@ class Policy:
 
     def __init__(self, net: PackedModel, adapter: Adapter | None, reference_model: PackedModel | None) -> None:
         """See `load`."""
-        self.net = net
+        self.net, self.model, self.device = net, net.model, net.device
         self._adapter = adapter
-        self._reference_model = reference_model
+        self.reference_model = reference_model
+        """The model of the KL reference; None if there is none, or if it is the base model of an adapter."""
+        self.trains_adapter = adapter is not None
+        """Whether an adapter is trained, and the other weights are frozen."""
+        self.can_share_prefixes = adapter is None or not adapter.has_dropout
+        """Whether shared prefixes may be computed once. Not with dropout, which differs for each row."""
 
     @classmethod
     def load(
@@ -126,11 +130,11 @@ class Policy:
         trained = {name for name, _ in self.named_parameters()}
         for pattern in patterns:
             matcher = re.compile(pattern)
-            named = [parameter for name, parameter in self.net.model.named_parameters() if matcher.search(name)]
+            named = [parameter for name, parameter in self.model.named_parameters() if matcher.search(name)]
             if not named:
                 raise TrainError(
                     f"`train.freeze`: {pattern!r} matches no parameter's name; an example of a name is "
-                    f"{next(self.net.model.named_parameters())[0]!r}",
+                    f"{next(self.model.named_parameters())[0]!r}",
                     kind="train_setup",
                 )
             if not any(matcher.search(name) for name in trained):
@@ -147,46 +151,18 @@ class Policy:
     def shard(self, *, offload: bool = False) -> None:
         """Shard the policy and its reference model (see `PackedModel.shard`). Parameters are others after this."""
         self.net.shard(offload=offload)
-        if self._reference_model is not None:
-            self._reference_model.shard(offload=offload)
+        if self.reference_model is not None:
+            self.reference_model.shard(offload=offload)
 
     # --- parameters -----------------------------------------------------------------------------------------
 
-    @property
-    def model(self) -> Any:
-        """The transformers model. With LoRA its linear layers are wrapped."""
-        return self.net.model
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the model."""
-        return self.net.device
-
-    @property
-    def reference_model(self) -> PackedModel | None:
-        """The model of the KL reference; None if there is none, or if it is the base model of an adapter."""
-        return self._reference_model
-
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """The trained parameters with their names."""
-        for name, parameter in self.net.model.named_parameters():
-            if parameter.requires_grad:
-                yield name, parameter
+        return (named for named in self.model.named_parameters() if named[1].requires_grad)
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
         """The trained parameters, for the optimizer."""
-        for _, parameter in self.named_parameters():
-            yield parameter
-
-    @property
-    def trains_adapter(self) -> bool:
-        """Whether an adapter is trained, and the other weights are frozen."""
-        return self._adapter is not None
-
-    @property
-    def can_share_prefixes(self) -> bool:
-        """Whether shared prefixes may be computed once. Not with dropout, which differs for each row."""
-        return self._adapter is None or not self._adapter.has_dropout
+        return (parameter for _, parameter in self.named_parameters())
 
     # --- log-probs ------------------------------------------------------------------------------------------
 
@@ -230,9 +206,9 @@ class Policy:
             if self._adapter is not None:
                 with self._adapter.disabled():
                     return self.net.logprobs(pack, entropy=False)[0]
-            if self._reference_model is None:
+            if self.reference_model is None:
                 raise TrainError("there is no reference model: `train.kl.coefficient` is 0", kind="train_setup")
-            return self._reference_model.logprobs(pack, entropy=False)[0]
+            return self.reference_model.logprobs(pack, entropy=False)[0]
 
     # --- weights --------------------------------------------------------------------------------------------
     # With several processes, process 0 calls these and the others take part in `ProcessGroup.serve_calls`.
@@ -253,16 +229,20 @@ class Policy:
         """
         with self.net.process_group.full_parameters(self.net.model, dtype=dtype):
             state = self._adapter.merged() if self._adapter is not None else self.net.model.state_dict()
-            return state if names == "model" else files.under_file_names(self.net.model, state, self.net.folder)
+            return state if names == "model" else under_file_names(self.net.model, state, self.net.folder)
 
     def serving_weights(self) -> dict[str, torch.Tensor]:
         """All weights under the names in the model's files, in the number types in which a server keeps them.
 
         Each weight has the shape of the model's parameter. A parameter of another process is cast when it is gathered.
         """
-        dtypes = files.ServingDtypes(self.net.folder)
-        early = None if self._adapter is not None or dtypes.mixed else dtypes.usual
-        return dtypes.cast(self.weights(dtype=early))
+        usual, in_float32 = serving_dtypes(self.net.folder)
+        return {
+            name: tensor.to(torch.float32 if name in in_float32 else usual or tensor.dtype)
+            if tensor.is_floating_point()
+            else tensor
+            for name, tensor in self.weights(dtype=None if self.trains_adapter or in_float32 else usual).items()
+        }
 
     def save(self, folder: Path, *, serving: bool = False) -> None:
         """Write a complete model folder: weights, configuration, tokenizer, processor.
@@ -273,7 +253,7 @@ class Policy:
         Raises:
             TrainError: kind `checkpoint`: it cannot be written.
         """
-        files.write_model(self.serving_weights() if serving else self.weights(), self.net.folder, folder)
+        write_model(self.serving_weights() if serving else self.weights(), self.net.folder, folder)
 
     def save_adapter(self, folder: Path) -> None:
         """Write the LoRA adapter in peft's format.

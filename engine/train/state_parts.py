@@ -4,7 +4,7 @@ skipped.
     parts = {"policy": StatePart(2, tensors, load)}       # folder `policy`, version 2
 
 A checkpoint lists its parts with their versions. A part that a training does not have, or has in another version, is
-refused by name. Every process writes and reads its own part of each tensor (`tensor_files.py`): moments are sharded as
+refused by name. Every process writes and reads its own part of each tensor (`files.py`): moments are sharded as
 the parameters are.
 """
 
@@ -19,8 +19,8 @@ from safetensors import SafetensorError
 
 from engine.errors import TrainError
 from engine.schemas.base import Struct
+from engine.train.files import read_tensors, stored_names, write_tensors
 from engine.train.optimizers import plain_moment, set_moment
-from engine.train.tensor_files import read_tensors, stored_names, write_tensors
 
 if TYPE_CHECKING:
     from engine.train.distributed import ProcessGroup

@@ -28,7 +28,7 @@ from engine.runner.observers import training_observers
 from engine.spec.added import trains_backend
 from engine.store.lock import RunLock
 from engine.tokens.loading import load_format
-from engine.train.batch_log import BatchLog, BatchRecord, repeat_steps
+from engine.train.batch_log import BatchLog, BatchRecord, same_loss, to_repeat
 from engine.train.checkpoint import Checkpoints, State
 from engine.train.distributed import ProcessGroup
 from engine.train.evaluator import open_evaluator
@@ -152,23 +152,19 @@ class Trainer:
             self.learner = await asyncio.to_thread(learner_of, self.loaded, self.template, self._process_group)
             if trains_backend(self.spec):
                 self._sync = open_sync(self.spec, self.backend, self.folder, lora=self.train.adapter is not None)
-            await self._open_state()
+            resumed = self._checkpoints.newest()
+            if resumed is None:
+                torch.manual_seed(self.train.seed)
+            else:
+                self.state = await asyncio.to_thread(self._checkpoints.read, resumed, self.learner)
+                self._newest_checkpoint = resumed
+            self._metrics = MetricsLog(self.folder)
+            for observer in self.observers:
+                observer.began()
             result = TrainResult(self.state.step)
             async with self.source.opened(result), self._saving(result):
                 await self._train(result, stop)
             return result
-
-    async def _open_state(self) -> None:
-        """Load the newest checkpoint, or seed torch, and open the metrics."""
-        resumed = self._checkpoints.newest()
-        if resumed is None:
-            torch.manual_seed(self.train.seed)
-        else:
-            self.state = await asyncio.to_thread(self._checkpoints.read, resumed, self.learner)
-            self._newest_checkpoint = resumed
-        self._metrics = MetricsLog(self.folder)
-        for observer in self.observers:
-            observer.began()
 
     async def _train(self, result: TrainResult, stop: asyncio.Event | None) -> None:
         """Repeat the steps after the checkpoint, then train."""
@@ -196,24 +192,37 @@ class Trainer:
         began, records = self.state.step, self.batch_log.read()
         self._weights_known = False
         async with self._memory.lent(self.timed) if records else contextlib.nullcontext():
-            records = await asyncio.to_thread(
-                repeat_steps,
-                self.batch_log,
-                records,
-                self.source.rows_of,
-                self.state,
-                self.learner,
-                self._repeated_step,
-            )
+            records = await asyncio.to_thread(self._repeat, records)
         self._weights_known = True
         result.repeated_steps = self.state.step - began
         return records
 
-    def _repeated_step(self) -> None:
-        """After a repeated step: write the checkpoint that is due, so that repeated kills do not repeat the same
-        steps."""
-        if self.state.step % self.train.checkpoints.every == 0:
-            self._newest_checkpoint = self._checkpoints.write(self.state, self.learner)
+    def _repeat(self, records: Sequence[BatchRecord]) -> list[BatchRecord]:
+        """Bring the learner from a checkpoint to the newest step of the batch log. A checkpoint is written where it is
+        due, so that repeated kills do not repeat the same steps."""
+        state = self.state
+        for record in to_repeat(records, state.step):
+            rows = self.source.rows_of(record)
+            if rows is None:
+                lacking = "episodes of a step after the checkpoint are not in the run store; it is sampled again"
+                log.warning(lacking, step=record.step)
+                break
+            if record.used:
+                loss = self.learner.step(rows, state.step, rate=record.rate, most_updates=record.updates)["loss"]
+                if not same_loss(record, loss):
+                    before = record.metrics["loss"]
+                    log.warning(
+                        "a repeated step has another loss than before", step=record.step, loss=loss, before=before
+                    )
+            state.step, state.version = record.step, record.version
+            state.groups.add(record.numbers)
+            if state.step % self.train.checkpoints.every == 0:
+                self._newest_checkpoint = self._checkpoints.write(state, self.learner)
+        self.batch_log.cut(lambda record: record.step <= state.step)
+        remaining = [record for record in records if record.step <= state.step]
+        for record in remaining:
+            state.groups.add(record.numbers)
+        return remaining
 
     async def _write_missing_lines(self, records: Sequence[BatchRecord], stop: asyncio.Event | None) -> None:
         """Write the metrics of finished steps that have no line yet, because an earlier launch ended before it wrote
@@ -240,30 +249,26 @@ class Trainer:
 
     @contextlib.asynccontextmanager
     async def _saving(self, result: TrainResult) -> AsyncIterator[None]:
-        """Save the last finite state at the end and on errors, and complete the result."""
+        """Save the last finite state at the end and on errors, whose message then names the checkpoint, and complete
+        the result."""
         try:
             yield
         except Exception as error:
-            await self._save_after(error)
+            try:
+                if self._weights_known:
+                    await self._checkpoint()
+            except EngineError as failed:
+                log.warning("the last state could not be saved", reason=str(failed))
+            words = f"The last saved state is {self._newest_checkpoint}"
+            if self._newest_checkpoint is None:
+                words = f"No step was finished, so there is no checkpoint{self.source.remains}"
+            if error.args and isinstance(error.args[0], str):
+                error.args = (f"{error.args[0]}\n{words}", *error.args[1:])
             raise
         await self._checkpoint()
         result.steps, result.checkpoint = self.state.step, self._newest_checkpoint
         result.best, result.best_step = self.state.best, self.state.best_step
         result.cost = self.source.cost or self._evaluator.cost
-
-    async def _save_after(self, error: Exception) -> None:
-        """Save the last finite state after an error, and name the checkpoint in the error's message."""
-        try:
-            if self._weights_known:
-                await self._checkpoint()
-        except EngineError as failed:
-            log.warning("the last state could not be saved", reason=str(failed))
-        if self._newest_checkpoint is not None:
-            words = f"The last saved state is {self._newest_checkpoint}"
-        else:
-            words = f"No step was finished, so there is no checkpoint{self.source.remains}"
-        if error.args and isinstance(error.args[0], str):
-            error.args = (f"{error.args[0]}\n{words}", *error.args[1:])
 
     # --- steps ----------------------------------------------------------------------------------------------
 
@@ -279,7 +284,10 @@ class Trainer:
             values = await self._step(batch)
             result.interrupted = stop is not None and stop.is_set()
             if not result.interrupted:
-                await self._send_out(batch, stop)
+                if batch.rows if self.train.samples_episodes else self._evaluator.due(self.state.step):
+                    with self.timed("sync"):
+                        await unless_stopped(stop, self._push_weights())
+                await self.source.trained(self.state.version)
             if self._evaluator.due(self.state.step):
                 evaluation = None if result.interrupted else await unless_stopped(stop, self._evaluate())
                 if evaluation is None:  # the next launch evaluates this step and writes its line
@@ -340,13 +348,6 @@ class Trainer:
         state.groups.add(record.numbers)
         self.batch_log.append(record)
         self._weights_known = True
-
-    async def _send_out(self, batch: StepBatch, stop: asyncio.Event | None) -> None:
-        """Send the weights of a step to the backend, if it samples with them, and go on."""
-        if batch.rows if self.train.samples_episodes else self._evaluator.due(self.state.step):
-            with self.timed("sync"):
-                await unless_stopped(stop, self._push_weights())
-        await self.source.trained(self.state.version)
 
     async def _end_step(self, batch: StepBatch, values: dict[str, float], began: float) -> None:
         """Write the checkpoint that is due, and the line of metrics."""

@@ -37,7 +37,7 @@ from engine.train.metric_sums import MetricSums
 from engine.train.optimizers import MasterWeights
 from engine.train.policy import enable_gradient_checkpointing, open_model
 from engine.train.state_parts import StatePart, load_moments, moments
-from engine.train.tensor_files import read_tensors, stored_names
+from engine.train.files import read_tensors, stored_names
 
 if TYPE_CHECKING:
     from engine.plugins.critic.spec import ProbeCritic

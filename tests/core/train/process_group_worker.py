@@ -23,9 +23,9 @@ from engine.store.rows.row import RowCredit, TrainingRow
 from engine.train.checkpoint import Checkpoints, State
 from engine.train.credited_rows import RewardKl
 from engine.train.distributed import ProcessGroup, join_process_group
+from engine.train.files import read_tensors, stored_names
 from engine.train.learner import Learner
 from engine.train.policy import Policy, open_model
-from engine.train.tensor_files import read_tensors, stored_names
 
 VOCABULARY = 101
 CUT: dict[str, Any] = {"loss": {"kind": "ppo"}, "update_epochs": 2}

@@ -21,9 +21,9 @@ from engine.schemas.train import TrainSpec
 from engine.store.rows.row import TrainingRow
 from engine.tokens.loading import load_format
 from engine.train.distributed import SingleProcessGroup
+from engine.train.files import write_tensors
 from engine.train.packing import pack_rows
 from engine.train.policy import Policy
-from engine.train.tensor_files import write_tensors
 from engine.train.verify import recompute
 
 ROWS = [make_row([5, 3, 8, 8, 2, 9, *tail]) for tail in ([4, 4, 1], [7, 2], [4, 1, 3, 3])]
