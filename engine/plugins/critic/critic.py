@@ -33,11 +33,11 @@ from engine.schemas.base import Struct
 from engine.tokens.catalogue import resolve_model
 from engine.train.auxiliary import AuxiliaryObjective, Forward
 from engine.train.credited_rows import PENALTIES, credited_columns, with_last_state
+from engine.train.files import read_tensors, stored_names
 from engine.train.metric_sums import MetricSums
 from engine.train.optimizers import MasterWeights
 from engine.train.policy import enable_gradient_checkpointing, open_model
 from engine.train.state_parts import StatePart, load_moments, moments
-from engine.train.files import read_tensors, stored_names
 
 if TYPE_CHECKING:
     from engine.plugins.critic.spec import ProbeCritic

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from engine.backends.backend import Backend
 from engine.backends.registry import refuse_parameters
 from engine.backends.stops import StopStrings
-from engine.errors import BackendError, ContextOverflow
+from engine.errors import BackendError, ContextOverflow, TrainError
 from engine.plugins.local.spec import LocalBackendSpec
 from engine.schemas.generation import GenerateRequest, Generation
 
@@ -29,9 +30,12 @@ if TYPE_CHECKING:
     from engine.plugins.local.load import BatchedModel
     from engine.plugins.local.rows import RowTable
     from engine.plugins.local.worker import SamplingWorker
+    from engine.schemas.episode import EpisodeSpec
     from engine.spec.load import LoadedSpec
     from engine.tokens.template import ChatTemplate
     from engine.tokens.vision import Vision
+    from engine.train.policy import Policy
+    from engine.train.sync import Pushed
 
 
 class LocalBackend(Backend):
@@ -324,3 +328,35 @@ def tokens_to_sample(request: GenerateRequest, *, rows: int, context: int | None
     if len(ids) + 1 > context:
         raise ContextOverflow(f"the prompt has {len(ids)} tokens, and the model's context is {context} tokens")
     return min(most, context - len(ids))
+
+
+class LocalSync:
+    """Copies weights into the model of the local backend between two of its steps, in the precision of that model."""
+
+    def __init__(self, spec: EpisodeSpec, backend: LocalBackend, folder: Path, *, lora: bool) -> None:
+        """See `open_sync`."""
+        self._backend = backend
+
+    async def push(self, policy: Policy, version: int) -> Pushed:
+        """See `WeightSync`. Running replies continue with the new weights.
+
+        Raises:
+            TrainError: kind `weights_not_taken`: the backend did not load the weights.
+        """
+        from engine.train.sync import Pushed, tensor_bytes
+
+        weights = await asyncio.to_thread(policy.weights, "model")
+        began = time.monotonic()
+        try:
+            await self._backend.update_weights(weights, version)
+        except BackendError as error:
+            raise TrainError(
+                f"the local backend did not take version {version}: {error}", kind="weights_not_taken"
+            ) from error
+        taken = self._backend.stats().get("weights_version")
+        if taken != version:
+            raise TrainError(
+                f"the local backend samples with version {taken}, but was sent version {version}",
+                kind="weights_not_taken",
+            )
+        return Pushed(bytes=tensor_bytes(weights.values()), pause_seconds=time.monotonic() - began)

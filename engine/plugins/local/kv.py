@@ -18,7 +18,7 @@ do not is checked when the model is loaded (`PackedModel._check_repeatable`).
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -79,113 +79,60 @@ class RowChunk(Struct, frozen=True, kw_only=True):
     """The images of the row's prompt."""
 
 
-class Stash(Struct, frozen=True, kw_only=True):
-    """A sequence's keys and values outside the cache, each [layers, kv_heads, length, head_dim]."""
-
-    keys: torch.Tensor
-    values: torch.Tensor
-    experts: torch.Tensor | None = None
-    """[layers, length, top_k], where the experts of tokens are kept."""
-
-    @property
-    def bytes(self) -> int:
-        """Memory in bytes."""
-        return self.keys.nbytes + self.values.nbytes + (0 if self.experts is None else self.experts.nbytes)
+Stash = dict[str, torch.Tensor]
+"""A sequence outside the cache, by the names of `KVRows.tensors`: each [layers, heads, length, width]."""
 
 
 class KVRows:
-    """The cache: keys and values, each [layers, rows, kv_heads, capacity, head_dim]; allocated at the first write.
-
-    `experts` [layers, rows, capacity, top_k] are those of the tokens, where a model has some and they are written.
-    """
+    """The cache, allocated at the first write. It is never smaller than `GROWTH` positions a row."""
 
     def __init__(self, layers: int, rows: int) -> None:
         self._layers = layers
         self._rows = rows
-        self._wanted = GROWTH
-        self.keys: torch.Tensor | None = None
-        self.values: torch.Tensor | None = None
-        self.experts: torch.Tensor | None = None
-
-    @property
-    def capacity(self) -> int:
-        """Number of positions of each row."""
-        return 0 if self.keys is None else self.keys.shape[3]
+        self._capacity = GROWTH
+        self.tensors: dict[str, torch.Tensor] = {}
+        """`keys` and `values`, and `experts` (int16, one head) where a model has some and they are written: each
+        [layers, rows, heads, capacity, width]."""
 
     @property
     def bytes(self) -> int:
         """Memory in bytes."""
-        return sum(store.nbytes for store in (self.keys, self.values, self.experts) if store is not None)
+        return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def reserve(self, length: int) -> None:
         """Enlarge the cache for rows of `length` tokens. It grows by at least half, so that it rarely grows."""
-        if length <= self._wanted and (self.keys is None or length <= self.capacity):
+        if length <= self._capacity:
             return
-        wanted = max(length, self._wanted * 3 // 2)
-        self._wanted = -(-wanted // GROWTH) * GROWTH
-        if self.keys is not None and self.values is not None:
-            self.keys, self.values = self._grown(self.keys), self._grown(self.values)
-            if self.experts is not None:
-                old = self.experts
-                self.experts = old.new_zeros((*old.shape[:2], self._wanted, old.shape[3]))
-                self.experts[:, :, : old.shape[2]] = old
+        self._capacity = -(-max(length, self._capacity * 3 // 2) // GROWTH) * GROWTH
+        for name, old in self.tensors.items():
+            self.tensors[name] = old.new_zeros((*old.shape[:3], self._capacity, old.shape[4]))
+            self.tensors[name][:, :, :, : old.shape[3]] = old
 
-    def _grown(self, old: torch.Tensor) -> torch.Tensor:
-        new = old.new_zeros((*old.shape[:3], self._wanted, old.shape[4]))
-        new[:, :, :, : old.shape[3]] = old
-        return new
-
-    def write(self, layer: int, key: torch.Tensor, value: torch.Tensor, plan: Plan | Tile) -> None:
-        """Store one layer's keys and values of a forward pass, each [1, kv_heads, tokens, head_dim]."""
-        if self.keys is None or self.values is None:
-            shape = (self._layers, self._rows, key.shape[1], self._wanted)
-            self.keys = key.new_zeros((*shape, key.shape[3]))
-            self.values = value.new_zeros((*shape, value.shape[3]))
-        self.keys[layer][plan.rows, :, plan.positions] = key[0].transpose(0, 1)
-        self.values[layer][plan.rows, :, plan.positions] = value[0].transpose(0, 1)
-
-    def write_experts(self, layer: int, chosen: torch.Tensor, plan: Plan | Tile) -> None:
-        """Store the experts [tokens, top_k] that one layer chose in a forward pass."""
-        if self.experts is None:
-            shape = (self._layers, self._rows, self._wanted, chosen.shape[-1])
-            self.experts = torch.zeros(shape, dtype=torch.int16, device=chosen.device)
-        self.experts[layer][plan.rows, plan.positions] = chosen.to(torch.int16)
+    def write(self, name: str, layer: int, states: torch.Tensor, plan: Plan | Tile) -> None:
+        """Store what one layer computed in a forward pass, [tokens, heads, width]."""
+        if name not in self.tensors:
+            shape = (self._layers, self._rows, states.shape[1], self._capacity, states.shape[2])
+            self.tensors[name] = states.new_zeros(shape)
+        self.tensors[name][layer][plan.rows, :, plan.positions] = states
 
     def experts_of(self, row: int, start: int, end: int) -> torch.Tensor:
         """The experts of a row's tokens [start, end), int16 [tokens, layers, top_k]; zeros in layers without
         experts."""
-        assert self.experts is not None
-        return self.experts[:, row, start:end].transpose(0, 1)
+        return self.tensors["experts"][:, row, 0, start:end].transpose(0, 1)
 
     def copy(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` tokens of one row to another."""
-        for store in (self.keys, self.values):
-            if store is not None and length:
-                store[:, target, :, :length] = store[:, source, :, :length]
-        if self.experts is not None:
-            self.experts[:, target, :length] = self.experts[:, source, :length]
+        for tensor in self.tensors.values():
+            tensor[:, target, :, :length] = tensor[:, source, :, :length]
 
     def take(self, row: int, length: int) -> Stash:
         """Copy a row's first `length` tokens to a stash."""
-        assert self.keys is not None
-        assert self.values is not None
-        experts = None if self.experts is None else self.experts[:, row, :length].clone()
-        return Stash(
-            keys=self.keys[:, row, :, :length].clone(), values=self.values[:, row, :, :length].clone(), experts=experts
-        )
+        return {name: tensor[:, row, :, :length].clone() for name, tensor in self.tensors.items()}
 
     def put(self, row: int, stash: Stash, length: int) -> None:
         """Copy the first `length` tokens of a stash to a row. Call `reserve` first."""
-        assert self.keys is not None
-        assert self.values is not None
-        self.keys[:, row, :, :length] = stash.keys[:, :, :length]
-        self.values[:, row, :, :length] = stash.values[:, :, :length]
-        if self.experts is not None and stash.experts is not None:
-            self.experts[:, row, :length] = stash.experts[:, :length]
-
-    def clear(self) -> None:
-        """Drop all rows and free the memory."""
-        self.keys = self.values = self.experts = None
+        for name, states in stash.items():
+            self.tensors[name][:, row, :, :length] = states[:, :, :length]
 
 
 @dataclass(slots=True)
@@ -303,12 +250,6 @@ class Tile:
         return out
 
 
-def tiles(tokens: Sequence[tuple[int, int, int]], spare: int, device: torch.device) -> Iterator[Tile]:
-    """Split the tokens of a pass into tiles, in order."""
-    for start in range(0, len(tokens), TILE):
-        yield Tile(tokens[start : start + TILE], spare, device)
-
-
 def _additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, float("-inf"))
 
@@ -340,7 +281,8 @@ class RowsCache(Cache):  # type: ignore[misc]
         `key_states` and `value_states`: [1, key-value heads, tokens, head_dim]; returned unchanged.
         """
         assert self.plan is not None
-        self.store.write(layer_idx, key_states, value_states, self.plan)
+        self.store.write("keys", layer_idx, key_states[0].transpose(0, 1), self.plan)
+        self.store.write("values", layer_idx, value_states[0].transpose(0, 1), self.plan)
         return key_states, value_states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -356,11 +298,8 @@ class RowsCache(Cache):  # type: ignore[misc]
         self.plan = None
 
 
-class _Active(threading.local):
-    cache: RowsCache | None = None
-
-
-_active = _Active()
+_active = threading.local()
+"""`cache` is the `RowsCache` of the forward pass that this thread computes."""
 
 
 def attend(
@@ -386,13 +325,13 @@ def attend(
         BackendError: called outside of the local backend's forward pass, or the model needs attention that is not
             supported.
     """
-    cache = _active.cache
-    if cache is None or cache.plan is None or cache.store.keys is None or cache.store.values is None:
+    cache: RowsCache | None = getattr(_active, "cache", None)
+    if cache is None or cache.plan is None or not cache.store.tensors:
         raise BackendError("this attention works only in the local backend's own forward pass")
     odd = [name for name in ("softcap", "s_aux", "position_bias") if kwargs.get(name) is not None]
     if odd:
         raise BackendError(f"the local backend does not support attention with {odd[0]}", kind="unsupported_model")
-    keys, values = cache.store.keys[module.layer_idx], cache.store.values[module.layer_idx]
+    keys, values = (cache.store.tensors[name][module.layer_idx] for name in ("keys", "values"))
     plan, kv_heads = cache.plan, keys.shape[1]
     _, heads, tokens, width = query.shape
     # Queries of one key head are passed as several queries of that head, so keys and values need not be repeated.

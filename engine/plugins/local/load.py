@@ -13,7 +13,7 @@ import torch
 
 from engine.backends.routers import is_routing, routers_of
 from engine.errors import BackendError
-from engine.plugins.local.kv import ATTENTION, TILE, KVRows, Plan, RowChunk, RowsCache, attend, tiles
+from engine.plugins.local.kv import ATTENTION, TILE, KVRows, Plan, RowChunk, RowsCache, Tile, attend
 from engine.tokens.catalogue import no_bars
 from engine.tokens.experts import ExpertLayout, expert_layout
 
@@ -152,7 +152,7 @@ class BatchedModel:
                 f"backend.routed_experts: the choices of {type(router).__name__} cannot be read; remove the key",
                 kind="unsupported_model",
             )
-        self.store.write_experts(layer, output[2], self._cache.plan)
+        self.store.write("experts", layer, output[2].to(torch.int16)[:, None], self._cache.plan)
 
     def _set_attention(self) -> None:
         """Make the text layers use `attend`."""
@@ -205,10 +205,9 @@ class BatchedModel:
             ends.append(len(tokens) - 1)
         keep = [ends[index] for index in wanted]
         found: dict[int, torch.Tensor] = {}
-        start = 0
         with torch.inference_mode(), self._cache as cache:
-            for tile in tiles(tokens, self._spare, self.device):
-                cache.plan = tile
+            for start in range(0, len(tokens), TILE):
+                cache.plan = tile = Tile(tokens[start : start + TILE], self._spare, self.device)
                 here = [at for at in keep if start <= at < start + tile.count]
                 out = self.model(
                     input_ids=tile.ids[None],
@@ -218,7 +217,6 @@ class BatchedModel:
                     **{self._cache_name: cache},
                 )
                 found |= {at: out.logits[0, at - start].float() for at in here}
-                start += tile.count
         return torch.stack([found[at] for at in keep]) if keep else torch.empty((0, self.vocab), device=self.device)
 
     def _check_repeatable(self, folder: Path) -> None:
@@ -236,10 +234,9 @@ class BatchedModel:
             kept = self.store.take(0, length)
             among = self._last_logits(last, ids, other, others if last else None)
             again = self.store.take(last, length)
-            pairs = ((alone, among), (kept.keys, again.keys), (kept.values, again.values))
-            same = all(torch.equal(one, other) for one, other in pairs)
+            same = torch.equal(alone, among) and all(torch.equal(kept[name], again[name]) for name in kept)
         finally:
-            self.store.clear()
+            self.store.tensors.clear()
         if not same:
             raise BackendError(
                 f"`backend.deterministic: true`: on {self.device} a token's logits depend on its position in the batch "
@@ -280,7 +277,7 @@ class BatchedModel:
                 kind="unsupported_model",
             ) from error
         finally:
-            self.store.clear()
+            self.store.tensors.clear()
         wanted = expected[used][:, [length - 5, length - 2, length - 1]]
         apart = float((got - wanted).abs().mean())
         if not apart <= _TOLERANCE[self.dtype]:

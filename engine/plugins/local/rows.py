@@ -11,9 +11,12 @@ Invariant: `row.cached` tokens of `row.ids` are in the cache, and never more tha
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections import Counter, OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 
@@ -21,6 +24,8 @@ from engine.backends.stops import StopStrings
 from engine.plugins.local.kv import KVRows, PromptImages, Stash
 from engine.plugins.local.sampler import SamplingState
 from engine.schemas.generation import GenerateRequest, Generation, VersionSpan
+
+K = TypeVar("K")
 
 MIN_TOKENS_TO_WAIT = 64
 """A request waits for a prefix that another request is computing if this saves at least this many tokens."""
@@ -128,6 +133,7 @@ class CacheRow:
 class _Stashed:
     ids: np.ndarray
     stash: Stash
+    bytes: int
     episode: str | None
 
 
@@ -156,7 +162,7 @@ class RowTable:
         self._stash_bytes = stash_bytes
         self.stashed_bytes = 0
         """Memory of all stashes."""
-        self._tick = 0
+        self._ticks = itertools.count(1)
         self._over: set[str] = set()
         self._reuse = reuse
 
@@ -177,8 +183,8 @@ class RowTable:
         own = next((row for row in free if row.episode == pending.request.episode_id and row.cached), None)
         if own is not None and (kept := min(usable, common_prefix(own.known[: own.cached], prompt))) == own.cached:
             return self._begin(own, pending, kept)
-        source, kept = self._best_row(prompt, usable)
-        key, stashed = self._best_stash(prompt, usable)
+        source, kept = self._best(prompt, ((row, row.known[: row.cached]) for row in self.rows))
+        key, stashed = self._best(prompt, ((key, held.ids) for key, held in self._stashes.items()))
         computing = (row for row in self.rows if row.running and row.cached < row.prompt)
         in_progress = max((common_prefix(row.known, prompt) for row in computing), default=0)
         if in_progress - max(kept, stashed) >= MIN_TOKENS_TO_WAIT:
@@ -207,7 +213,7 @@ class RowTable:
     def finish(self, row: CacheRow) -> None:
         """End the row's reply. Its tokens stay cached."""
         row.pending = None
-        row.used = self._next_tick()
+        row.used = next(self._ticks)
         if row.episode in self._over:
             self._over.discard(row.episode)
             row.episode = None
@@ -236,28 +242,18 @@ class RowTable:
     def _begin(self, row: CacheRow, pending: PendingReply, kept: int) -> CacheRow:
         kept = pending.whole(kept)
         kept = kept if kept >= MIN_TOKENS_TO_COPY else 0
-        row.begin(pending, kept, self._next_tick())
+        row.begin(pending, kept, next(self._ticks))
         self.counts["cached_tokens"] += kept
         return row
 
-    def _next_tick(self) -> int:
-        self._tick += 1
-        return self._tick
-
-    def _best_row(self, prompt: np.ndarray, usable: int) -> tuple[CacheRow | None, int]:
-        """The row with the longest cached prefix of the prompt, and the length of that prefix."""
+    @staticmethod
+    def _best(prompt: np.ndarray, held: Iterable[tuple[K, np.ndarray]]) -> tuple[K | None, int]:
+        """Which sequence has the longest prefix of the prompt, and its length, without the prompt's last token."""
         best, kept = None, 0
-        for row in self.rows:
-            if row.cached > kept and (shared := common_prefix(row.known[: row.cached], prompt)) > kept:
-                best, kept = row, shared
-        return best, min(kept, usable)
-
-    def _best_stash(self, prompt: np.ndarray, usable: int) -> tuple[int | None, int]:
-        best, kept = None, 0
-        for key, held in self._stashes.items():
-            if len(held.ids) > kept and (shared := common_prefix(held.ids, prompt)) > kept:
+        for key, ids in held:
+            if len(ids) > kept and (shared := common_prefix(ids, prompt)) > kept:
                 best, kept = key, shared
-        return best, min(kept, usable)
+        return best, min(kept, len(prompt) - 1)
 
     def _reusable_row(self, free: list[CacheRow], source: CacheRow | None) -> CacheRow:
         """Choose a row to overwrite: an empty one, else one of an ended episode, else the least recently used one.
@@ -271,15 +267,16 @@ class RowTable:
 
     def _stash(self, row: CacheRow) -> None:
         stash = self._store.take(row.index, row.cached)
-        if stash.bytes > self._stash_bytes:
+        size = sum(states.nbytes for states in stash.values())
+        if size > self._stash_bytes:
             return
         self.counts["stashed"] += 1
-        self._stashes[self._next_tick()] = _Stashed(row.known[: row.cached].copy(), stash, row.episode)
-        self.stashed_bytes += stash.bytes
+        self._stashes[next(self._ticks)] = _Stashed(row.known[: row.cached].copy(), stash, size, row.episode)
+        self.stashed_bytes += size
         while self.stashed_bytes > self._stash_bytes:
             self._drop(next(iter(self._stashes)))
             self.counts["evicted"] += 1
 
     def _drop(self, key: int) -> None:
         if (held := self._stashes.pop(key, None)) is not None:
-            self.stashed_bytes -= held.stash.bytes
+            self.stashed_bytes -= held.bytes

@@ -63,12 +63,12 @@ class SamplingWorker:
         self._closed: BackendError | None = None
         self._waiting: deque[PendingReply] = deque()
         self._answers: dict[asyncio.AbstractEventLoop, list[Answer]] = {}
-        self._thread: threading.Thread | None = None
         self.version = 0
         self.counts: Counter[str] = Counter()
         self.seconds: dict[str, float] = {"forward": 0.0, "sample": 0.0}
         self.packed: BatchedModel
         self.table: RowTable
+        self._thread: threading.Thread
 
     def start(self, loop: asyncio.AbstractEventLoop, ready: asyncio.Future[None]) -> None:
         """Start the thread. `ready` gets its result when the model is loaded."""
@@ -108,8 +108,7 @@ class SamplingWorker:
     def stop(self) -> None:
         """End the thread and wait for its end."""
         self.end()
-        if self._thread is not None:
-            self._thread.join()
+        self._thread.join()
 
     def _main(self, loop: asyncio.AbstractEventLoop, ready: asyncio.Future[None]) -> None:
         try:
@@ -134,7 +133,12 @@ class SamplingWorker:
                     self._step()
             except Exception as error:
                 log.exception("a step of the local backend failed")
-                self._fail_running(error)
+                reason = f"the model's forward pass failed: {type(error).__name__}: {error}"
+                for row in self.table.running:
+                    if (pending := row.pending) is not None:
+                        self._answer(pending.loop, pending.future, BackendError(reason, kind="step_failed"))
+                    self.table.finish(row)
+                self.table.clear()  # rows may be partly written
             self._flush()
         self._fail_all(BackendError("the local backend was closed", kind="closed"))
 
@@ -257,6 +261,10 @@ class SamplingWorker:
                 self.table.finish(row)
 
     def _generation(self, row: CacheRow, pending: PendingReply, finish: FinishReason) -> Generation:
+        layout, start, experts = self.packed.layout, pending.request.experts_from, None
+        if layout is not None and start is not None:  # those of all tokens but the last, which no pass has read
+            chosen = self.packed.store.experts_of(row.index, start, row.length - 1)
+            experts = chosen.cpu().numpy().astype(expert_dtype(layout.experts).newbyteorder("="))
         return Generation(
             output_ids=row.ids[row.prompt : row.length].copy(),
             logprobs=np.asarray(row.logprobs, dtype=np.float32),
@@ -264,30 +272,10 @@ class SamplingWorker:
             versions=row.versions,
             prompt_tokens=row.prompt,
             cached_tokens=row.reused,
-            routed_experts=self._experts(row, pending.request.experts_from),
+            routed_experts=experts,
             seconds=time.perf_counter() - pending.queued,
             queue_seconds=row.began - pending.queued,
         )
-
-    def _experts(self, row: CacheRow, start: int | None) -> np.ndarray | None:
-        """The experts of a row's tokens from number `start` up to the last but one, [tokens, layers, top_k]; None: not
-        requested."""
-        layout = self.packed.layout
-        if start is None or layout is None:
-            return None
-        chosen = self.packed.store.experts_of(row.index, start, row.length - 1)
-        return chosen.cpu().numpy().astype(expert_dtype(layout.experts).newbyteorder("="))
-
-    def _fail_running(self, error: Exception) -> None:
-        """Fail all running requests after a failed pass, and drop the cache, because rows may be partly written."""
-        for row in self.table.running:
-            if (pending := row.pending) is not None:
-                failure = BackendError(
-                    f"the model's forward pass failed: {type(error).__name__}: {error}", kind="step_failed"
-                )
-                self._answer(pending.loop, pending.future, failure)
-            self.table.finish(row)
-        self.table.clear()
 
     def _fail_all(self, reason: BackendError) -> None:
         with self._wake:

@@ -43,17 +43,23 @@ class Cached:
         """What a forward pass does, up to the newest token."""
         new = row.known[row.cached :].tolist()
         self.store.reserve(row.length)
-        states = torch.tensor(new, dtype=torch.float32)[None, None, :, None].expand(1, HEADS, len(new), WIDTH)
-        self.store.write(0, states, -states, Plan([RowChunk(row=row.index, ids=new, past=row.cached)], CPU))
+        states = torch.tensor(new, dtype=torch.float32)[:, None, None].expand(len(new), HEADS, WIDTH)
+        plan = Plan([RowChunk(row=row.index, ids=new, past=row.cached)], CPU)
+        self.store.write("keys", 0, states, plan)
+        self.store.write("values", 0, -states, plan)
         row.cached = row.length
 
     def check(self, row: CacheRow) -> None:
         """The cache holds this row's tokens."""
         if row.cached:
-            assert self.store.keys is not None
-            assert self.store.values is not None
-            assert self.store.keys[0, row.index, 0, : row.cached, 0].tolist() == row.known[: row.cached].tolist()
-            assert self.store.values[0, row.index, 1, : row.cached, 3].tolist() == (-row.known[: row.cached]).tolist()
+            assert (
+                self.store.tensors["keys"][0, row.index, 0, : row.cached, 0].tolist()
+                == row.known[: row.cached].tolist()
+            )
+            assert (
+                self.store.tensors["values"][0, row.index, 1, : row.cached, 3].tolist()
+                == (-row.known[: row.cached]).tolist()
+            )
 
 
 @given(left=st.lists(st.integers(0, 3), max_size=12), right=st.lists(st.integers(0, 3), max_size=12))
