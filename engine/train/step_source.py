@@ -1,18 +1,22 @@
-"""Where the rows of a training's steps come from: the same steps are made again from their records after a kill.
+"""Where the rows of a training's steps come from, and what measures its weights after some of them.
 
-A plugin adds a source with a `TrainKind` (`schemas/train.py`), whose `use` names a subclass of `StepSource`.
+The same steps are made again from their records after a kill. A plugin adds a source with a `TrainKind`
+(`schemas/train.py`), whose `use` names a subclass of `StepSource`, and an evaluator, which changes no weight and no
+row, by the hook `evaluate_training`.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
+from engine.plugin import Hook
 from engine.schemas.base import Struct
+from engine.schemas.sections import written
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -123,3 +127,34 @@ class StepSource(ABC):
 
     async def close(self) -> None:  # noqa: B027
         """No more batches are needed: end what runs."""
+
+
+class Evaluator:
+    """Measures nothing. A plugin has a subclass."""
+
+    cost: Cost | None = None
+    """What the training has cost; None before the first evaluation, and where no costs are counted."""
+
+    def due(self, step: int) -> bool:
+        """Whether the weights after a step are evaluated. Step 0: those before the first one."""
+        return False
+
+    async def evaluate(self, step: int) -> dict[str, float]:
+        """Metrics of the weights that the backend has, which are those after `step`. Raises: EngineError: the
+        evaluation failed."""
+        return {}
+
+    def note(self, step: int, metrics: Mapping[str, float]) -> bool:
+        """Whether the evaluation in a step's metrics, if there is one, is the best so far. Then the training's state
+        has it."""
+        return False
+
+
+EVALUATE_TRAINING: Hook[Callable[[Trainer], Evaluator | None]] = Hook("evaluate_training")
+"""Makes the evaluator of a training, which is not opened yet; None if its spec asks for none."""
+
+
+def open_evaluator(trainer: Trainer) -> Evaluator:
+    """The evaluator of a training, of the first plugin that has one."""
+    made = (make(trainer) for make in EVALUATE_TRAINING.all(written(trainer.spec)))
+    return next((evaluator for evaluator in made if evaluator is not None), Evaluator())

@@ -31,10 +31,9 @@ from engine.tokens.loading import load_format
 from engine.train.batch_log import BatchLog, BatchRecord, same_loss, to_repeat
 from engine.train.checkpoint import Checkpoints, State
 from engine.train.distributed import ProcessGroup
-from engine.train.evaluator import open_evaluator
 from engine.train.metrics import MetricsLog, finite, read_metrics
 from engine.train.setup import learner_of, source_class, train_spec_of
-from engine.train.step_source import TrainResult
+from engine.train.step_source import TrainResult, open_evaluator
 from engine.train.sync import LentMemory, open_memory, open_sync
 
 if TYPE_CHECKING:

@@ -15,8 +15,15 @@ from engine.plugins.credit_methods.spec import (
     ScoreCredit,
     TurnDiscountCredit,
 )
-from engine.rewards.credit.base import Member, Values, compare_episodes, compare_turns, returns_to_go, shaped
-from engine.rewards.credit.formulas import keys_of
+from engine.rewards.credit.formulas import (
+    Member,
+    Values,
+    compare_episodes,
+    compare_turns,
+    keys_of,
+    returns_to_go,
+    shaped,
+)
 from engine.rewards.sealed import SealedLedger
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from engine.plugins.critic.spec import BilevelGaeCredit, GaeCredit, TurnPpoCredit
-from engine.rewards.credit.base import Member, Values
+from engine.rewards.credit.formulas import Member, Values
 
 
 def gae(rewards: Values, values: Values, gamma: float, lam: float, after: float = 0.0) -> Values:

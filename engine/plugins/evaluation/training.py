@@ -18,7 +18,7 @@ from engine.schemas.generation import SamplingParams
 from engine.schemas.tasks import TasksSpec
 from engine.spec.tasks import load_tasks
 from engine.store import RunHeader, RunStore
-from engine.train.evaluator import Evaluator
+from engine.train.step_source import Evaluator
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -20,6 +20,6 @@ PLUGIN = Plugin(
         "train --images": "engine plan SPEC --images N",
         "train --image-size": "engine plan SPEC --image-size WxH",
     },
-    rules=("engine.plugins.plan.rules",),
+    rules=("engine.plugins.plan.spec",),  # it has none: `row_findings` finds `train.plan`, whose page is in `pages`
     hooks={"slow_findings": "engine.plugins.plan.plan:row_findings"},
 )

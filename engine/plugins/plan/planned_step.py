@@ -139,7 +139,12 @@ class SizesOnly(FakeTensorMode):  # type: ignore[no-untyped-call]
             return args[0].fake_device
         given = dict(kwargs or {})
         tensors = list(_leaves([*args, *given.values()]))
-        computed = all(_has_content(tensor) for tensor in tensors) if tensors else _makes_integers(func, args, given)
+        if tensors:
+            computed = all(_has_content(tensor) for tensor in tensors)
+        elif given.get("dtype") is not None:
+            computed = given["dtype"] in _KEEPS_CONTENT
+        else:
+            computed = func.overloadpacket is _AT.arange and all(isinstance(arg, int) for arg in args)
         if computed and torch.device(given.get("device") or "cpu").type == "cpu":
             return func(*args, **given)
         if func is _AT.index.Tensor or func is _AT.index_put.default or func is _AT.index_put_.default:
@@ -149,13 +154,6 @@ class SizesOnly(FakeTensorMode):  # type: ignore[no-untyped-call]
 
 def _has_content(tensor: Tensor) -> bool:
     return not isinstance(tensor, FakeTensor) and type(tensor) in (Tensor, torch.nn.Parameter) and not tensor.is_meta
-
-
-def _makes_integers(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    dtype = kwargs.get("dtype")
-    if dtype is not None:
-        return dtype in _KEEPS_CONTENT
-    return func.overloadpacket is _AT.arange and all(isinstance(arg, int) for arg in args)
 
 
 def _as_numbers(indices: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -405,10 +403,11 @@ class RepeatedLayers:
     def _kind(self, number: int) -> Any:
         """What is equal for layers that compute the same."""
         layer = self._layers[number]
-        modules = [
-            (name, type(module), sorted((key, value) for key, value in vars(module).items() if _says_kind(key, value)))
-            for name, module in layer.named_modules()
-        ]
+        modules = []
+        for name, module in layer.named_modules():
+            plain = {key: value for key, value in vars(module).items() if isinstance(value, bool | int | float | str)}
+            plain.pop("layer_idx", None)
+            modules.append((name, type(module), plain))
         weights = [
             (name, *(weight.shape, weight.dtype, weight.requires_grad)) for name, weight in layer.named_parameters()
         ]
@@ -447,10 +446,6 @@ def _begin_after(begin: Callable[[], None], _layer: nn.Module, _inputs: Any, res
     states = result[0] if isinstance(result, tuple) else result
     if states.requires_grad:
         states.register_hook(lambda _gradient: begin())
-
-
-def _says_kind(name: str, value: Any) -> bool:
-    return name != "layer_idx" and isinstance(value, bool | int | float | str)
 
 
 def longest_repeat(kinds: list[Any]) -> tuple[int, int, int]:

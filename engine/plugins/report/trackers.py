@@ -14,9 +14,10 @@ import json
 import os
 import re
 import secrets
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import structlog
 
@@ -36,12 +37,13 @@ PROJECT = "episode-engine"
 """Default project or experiment, used if the environment does not set one."""
 
 
-class Tracker(Protocol):
+class Tracker(ABC):
     """A tracker that gets metrics. A plugin names its class in `trackers`."""
 
-    buffers: bool
+    buffers = False
     """Whether the newest values are lost if the process is killed."""
 
+    @abstractmethod
     def __init__(self, folder: Path, run: str, config: Mapping[str, Any], tracking: TrackingSpec) -> None:
         """Begin a run of the tracker, or continue it.
 
@@ -54,25 +56,22 @@ class Tracker(Protocol):
         Raises:
             ImportError: the tracker's package is not installed.
         """
-        ...
 
+    @abstractmethod
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Send the values of a step."""
-        ...
 
     def truncate(self, step: int) -> bool:
         """Remove values after `step`. Returns False if the tracker cannot remove values."""
-        ...
+        return False
 
+    @abstractmethod
     def close(self) -> None:
         """Send buffered values and close the tracker."""
-        ...
 
 
-class TensorBoard:
+class TensorBoard(Tracker):
     """Event files in the run's `tensorboard` folder. Removed steps are purged."""
-
-    buffers = False
 
     def __init__(self, folder: Path, run: str, config: Mapping[str, Any], tracking: TrackingSpec) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -94,7 +93,7 @@ class TensorBoard:
         self._writer.close()
 
 
-class Trackio:
+class Trackio(Tracker):
     """A run of this name in trackio's project; a resumed training continues the run of the same name."""
 
     buffers = True
@@ -109,14 +108,11 @@ class Trackio:
     def write(self, step: int, values: Mapping[str, float]) -> None:
         self._trackio.log(dict(values), step=step)
 
-    def truncate(self, step: int) -> bool:
-        return False
-
     def close(self) -> None:
         self._trackio.finish()
 
 
-class Wandb:
+class Wandb(Tracker):
     """A run of Weights & Biases; its id is stored in the run's folder, so that a resumed training continues it."""
 
     buffers = True
@@ -144,17 +140,13 @@ class Wandb:
     def write(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log({**values, "step": step})
 
-    def truncate(self, step: int) -> bool:
-        return False
-
     def close(self) -> None:
         self._run.finish()
 
 
-class Mlflow:
+class Mlflow(Tracker):
     """A run of MLflow; its id is stored in the run's folder, so that a resumed training continues it."""
 
-    buffers = False
     _MAX_METRICS = 1000
     """Maximum number of metrics in one call."""
 
@@ -186,9 +178,6 @@ class Mlflow:
         metrics = [self._metric(re.sub(r"[^\w\-. /]", "_", name), value, now, step) for name, value in values.items()]
         for start in range(0, len(metrics), self._MAX_METRICS):
             self._client.log_batch(self._id, metrics=metrics[start : start + self._MAX_METRICS])
-
-    def truncate(self, step: int) -> bool:
-        return False
 
     def close(self) -> None:
         self._client.set_terminated(self._id)

@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.errors import LedgerError
-from engine.rewards.credit.base import EPSILON, Member, Values, compare, returns_to_go
+from engine.rewards.credit.formulas import EPSILON, Member, Values, compare, returns_to_go
 from engine.rewards.sealed import PartReward, SealedLedger, TurnPart
 from engine.schemas.credit import ComparedCredit, CreditMethod
 from engine.schemas.trajectory import Branch

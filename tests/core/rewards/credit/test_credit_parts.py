@@ -14,7 +14,7 @@ from installed_plugins import needs_plugin
 
 from engine.errors import LedgerError
 from engine.rewards.credit import Member, credit, credit_tokens, without_parts
-from engine.rewards.credit.base import ROUNDING
+from engine.rewards.credit.formulas import ROUNDING
 from engine.rewards.ledger import Ledger
 from engine.rewards.sealed import SealedLedger, TurnPart
 from engine.schemas.credit import read_credit
