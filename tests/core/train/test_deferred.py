@@ -108,7 +108,7 @@ def test_a_model_is_made_without_memory(sharding: ProcessGroup, tmp_path: Path) 
     folder = build("Llama", tmp_path / "model")
     spec = read_stored({"device": "cpu", "kl": {"coefficient": 0.1}}, TrainSpec)
     policy = Policy.load(folder, spec, temperature=1.0, vocab=None, vision=None, process_group=sharding)
-    reference = policy._reference_model
+    reference = policy.reference_model
     assert reference is not None
     for model in (policy.model, reference.model):
         assert all(each.is_meta for each in model.parameters())

@@ -20,7 +20,7 @@ from engine.schemas.sections import read_stored
 from engine.schemas.train import TrainSpec
 from engine.store.rows.row import TrainingRow
 from engine.tokens.loading import load_format
-from engine.train.distributed import SingleProcessGroup
+from engine.train.distributed import ProcessGroup
 from engine.train.files import write_tensors
 from engine.train.packing import pack_rows
 from engine.train.policy import Policy
@@ -294,7 +294,7 @@ def test_a_folder_that_cannot_be_written(folder: Path, tmp_path: Path) -> None:
 def test_a_state_is_taken_back(folder: Path, spec: dict[str, Any], tmp_path: Path) -> None:
     policy, other = open_policy(folder, **spec), open_policy(folder, **spec)
     step(policy)
-    write_tensors(policy.state(), tmp_path / "state", SingleProcessGroup())
+    write_tensors(policy.state(), tmp_path / "state", ProcessGroup())
     other.load_state(tmp_path / "state")
     assert torch.equal(logprobs(other), logprobs(policy))
 
@@ -302,7 +302,7 @@ def test_a_state_is_taken_back(folder: Path, spec: dict[str, Any], tmp_path: Pat
 @needs_plugin("lora")
 def test_a_state_of_another_model_is_refused(folder: Path, tmp_path: Path) -> None:
     policy = open_policy(folder)
-    write_tensors(open_policy(folder, lora=LORA).state(), tmp_path / "state", SingleProcessGroup())
+    write_tensors(open_policy(folder, lora=LORA).state(), tmp_path / "state", ProcessGroup())
     with pytest.raises(TrainError, match="parameters differ, for example") as caught:
         policy.load_state(tmp_path / "state")
     assert caught.value.kind == "checkpoint"

@@ -20,7 +20,7 @@ from engine.store.loader import with_image_files
 from engine.store.rows.export import write_jsonl
 from engine.store.rows.row import TrainingRow, columns_of
 from engine.tokens.vision import Vision
-from engine.train.distributed import SingleProcessGroup
+from engine.train.distributed import ProcessGroup
 
 
 def write_with_bytes(rows: list[TrainingRow], vision: Vision, path: Path) -> None:
@@ -37,7 +37,7 @@ async def test_a_step_is_the_same_if_workers_scale_its_images(
 ) -> None:
     rows, vision = await gallery_rows(make_spec, run_spec, "qwen2_5_vl")
     write_with_bytes(rows, vision, tmp_path / "rows.jsonl")
-    alone = worker.told_by(SingleProcessGroup(), vlm("qwen2_5_vl"), tmp_path / "rows.jsonl")
+    alone = worker.told_by(ProcessGroup(), vlm("qwen2_5_vl"), tmp_path / "rows.jsonl")
     banks = []
 
     def give_at_once(vision: Vision, path: Path) -> None:
@@ -47,7 +47,7 @@ async def test_a_step_is_the_same_if_workers_scale_its_images(
 
     give = worker.give_images
     monkeypatch.setattr(worker, "give_images", give_at_once)
-    helped = worker.told_by(SingleProcessGroup(), vlm("qwen2_5_vl"), tmp_path / "rows.jsonl")
+    helped = worker.told_by(ProcessGroup(), vlm("qwen2_5_vl"), tmp_path / "rows.jsonl")
     assert helped[0] == alone[0]
     assert all(torch.equal(tensor, alone[1][name]) for name, tensor in helped[1].items())
     assert banks[0]._ahead._workers
@@ -84,7 +84,7 @@ async def test_two_processes_train_a_model_that_sees(
         timeout=140,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    found = worker.told_by(SingleProcessGroup(), vlm("qwen2_5_vl"), path, tokens)
+    found = worker.told_by(ProcessGroup(), vlm("qwen2_5_vl"), path, tokens)
     assert sorted(found[2]) == encoded
     by_process = [json.loads((tmp_path / f"encoded-{rank}.json").read_text()) for rank in range(2)]
     assert sorted(images for process in by_process for images in process) == encoded

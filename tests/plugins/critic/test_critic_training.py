@@ -32,7 +32,7 @@ from engine.store import training as folders
 from engine.store.rows.row import Floats, RowCredit, TrainingRow
 from engine.train.auxiliary import Forward
 from engine.train.checkpoint import Checkpoints, State, checkpoints_of
-from engine.train.distributed import SingleProcessGroup
+from engine.train.distributed import ProcessGroup
 from engine.train.learner import Learner
 from engine.train.loss_columns import LossColumns
 from engine.train.metric_sums import MetricSums
@@ -72,7 +72,7 @@ def learner_of(folder: Path, critic: dict[str, Any], credit: dict[str, Any] | No
     settings = {"optimizer": {"lr": 1e-3, "max_grad_norm": None}, "critic": critic} | train
     spec = read_stored(settings, TrainSpec)
     policy = Policy.load(folder, spec, temperature=1.0, vocab=None, vision=None)
-    group = SingleProcessGroup()
+    group = ProcessGroup()
     assert isinstance(spec.critic, ValueCritic)
     model = open_model(folder, spec, temperature=1.0, vocab=None, vision=None) if spec.critic.own_model else None
     method, again = read_credit(credit or {"method": "gae"}), spec.memory.gradient_checkpointing

@@ -18,7 +18,7 @@ from engine.rewards.ledger import Ledger
 from engine.schemas.reward import RewardEvent
 from engine.schemas.train import TrainSpec
 from engine.store.rows.row import RowCredit
-from engine.train.distributed import SingleProcessGroup
+from engine.train.distributed import ProcessGroup
 from engine.train.learner import Learner
 from engine.train.loss_columns import LossColumns
 from engine.train.policy import Policy, open_model
@@ -44,7 +44,7 @@ async def test_values_of_rows_with_images(kind: str, make_spec: Any, run_spec: A
         folder = vlm("qwen2_5_vl")
         policy = Policy.load(folder, spec, temperature=1.0, vocab=None, vision=vision)
         own = open_model(folder, spec, temperature=1.0, vocab=None, vision=vision) if spec.critic.own_model else None
-        critic = Critic(spec.critic, GaeCredit(), policy, SingleProcessGroup(), model=own)
+        critic = Critic(spec.critic, GaeCredit(), policy, ProcessGroup(), model=own)
         torch.nn.init.normal_(critic.head.last.weight, generator=torch.Generator().manual_seed(0))
         learners.append(Learner(policy, spec, objectives=[critic]))
         told.append(learners[-1].step(rows, 0))

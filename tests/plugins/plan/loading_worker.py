@@ -9,12 +9,12 @@ from pathlib import Path
 from process_group_worker import learner_of
 
 from engine.plugins.plan.planned_step import AllocatedBytes
-from engine.train.distributed import SingleProcessGroup, join_process_group
+from engine.train.distributed import ProcessGroup, join_process_group
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
     process_group = join_process_group()
-    assert not isinstance(process_group, SingleProcessGroup)
+    assert type(process_group) is not ProcessGroup
     with AllocatedBytes() as held:
         learner = learner_of(process_group, folder / "model", "kl")
     held_of_all = process_group.all_gather((held.now, held.peak))
