@@ -70,8 +70,14 @@ class DeferredWeights:
         Raises:
             TrainError: kind `train_setup`: the files cannot be read.
         """
-        if not self._files:
-            self._scatter(process_group)
+        if not self._files:  # process 0 sends its weights to the others, one at a time, and a tied one once
+            weights: dict[str, Tensor] = {}
+            if process_group.main:
+                with no_bars():
+                    model = self._kind.from_pretrained(self._folder, dtype=self._dtype, trust_remote_code=False)
+                weights = model.state_dict()
+            for name in {id(getattr(*slot)): name for name, slot in reversed(self._slots.items())}.values():
+                process_group.scatter_into(weights.pop(name, None), self._tensor(name))
             return
         state = {source: self._tensor(name) for name, source in self._sources.items()}
         try:
@@ -137,17 +143,6 @@ class DeferredWeights:
                     "model folder as `model.path`",
                     kind="train_setup",
                 )
-
-    def _scatter(self, process_group: ProcessGroup) -> None:
-        """Send process 0's weights to the others, one at a time."""
-        weights: dict[str, Tensor] = {}
-        if process_group.main:
-            with no_bars():
-                weights = self._kind.from_pretrained(
-                    self._folder, dtype=self._dtype, trust_remote_code=False
-                ).state_dict()
-        for name in {id(getattr(*slot)): name for name, slot in reversed(self._slots.items())}.values():
-            process_group.scatter_into(weights.pop(name, None), self._tensor(name))
 
 
 def _slots(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:

@@ -278,7 +278,12 @@ class ShardedProcessGroup(ProcessGroup):
         self.call_others(_FULL_PARAMETERS, number, only)
         for part in sharded_modules(self._roots[number]):
             part.reshard()
-        held = parameter_slots(model, only)
+        held = [  # a tied parameter is held in several places
+            (module, name, parameter)
+            for path, module in model.named_modules()
+            for name, parameter in module._parameters.items()
+            if parameter is not None and (only is None or f"{path}.{name}" in only)
+        ]
         full: dict[nn.Parameter, nn.Parameter] = {}
         for parameter in dict.fromkeys(parameter for _, _, parameter in held):
             tensor = full_tensor_on_cpu(parameter)
@@ -348,17 +353,6 @@ def sharded_modules(root: nn.Module) -> list[Any]:
     from torch.distributed.fsdp import FSDPModule
 
     return [module for module in root.modules() if isinstance(module, FSDPModule)]
-
-
-def parameter_slots(model: nn.Module, only: Sequence[str] | None) -> list[tuple[nn.Module, str, nn.Parameter]]:
-    """(module, name, parameter) for each place that holds a parameter. A tied parameter is held in several places."""
-    chosen = None if only is None else set(only)
-    return [
-        (module, name, parameter)
-        for path, module in model.named_modules()
-        for name, parameter in module._parameters.items()
-        if parameter is not None and (chosen is None or f"{path}.{name}" in chosen)
-    ]
 
 
 def full_tensor_on_cpu(tensor: Tensor) -> Tensor:

@@ -104,8 +104,23 @@ class EpisodeSteps(StepSource):
             for observer in trainer.observers:
                 observer.opened(self._store)
             check_tasks(trainer.batch_log.read(), self._order)
-            self._runner = runner = self._open_runner()
-            self._counters = runner.counters
+            runner: EpisodeRunner
+            if self._processes is not None:
+                self._processes.refuse_training()
+                weights = trainer.backend.server_weights(trainer.state.version)
+                runner = self._processes.episodes(self._store, weights, keep_going=trainer.keep_going)
+            else:
+                runner = Runner(
+                    trainer.loaded,
+                    [],
+                    trainer.template,
+                    trainer.backend,
+                    self._store,
+                    keep_going=trainer.keep_going,
+                    training=True,
+                    folder=trainer.folder,
+                )
+            self._runner, self._counters = runner, runner.counters
             samples = trainer.spec.rollout.samples_per_task
             runner.counters.total = trainer.train.steps * trainer.train.tasks_per_step * samples
             if trainer.watch is not None:
@@ -117,24 +132,6 @@ class EpisodeSteps(StepSource):
         finally:
             self._store.close()
         result.faults = runner.faults
-
-    def _open_runner(self) -> EpisodeRunner:
-        """What runs the episodes: this process, or several."""
-        trainer = self._trainer
-        if self._processes is not None:
-            self._processes.refuse_training()
-            weights = trainer.backend.server_weights(trainer.state.version)
-            return self._processes.episodes(self._store, weights, keep_going=trainer.keep_going)
-        return Runner(
-            trainer.loaded,
-            [],
-            trainer.template,
-            trainer.backend,
-            self._store,
-            keep_going=trainer.keep_going,
-            training=True,
-            folder=trainer.folder,
-        )
 
     def rows_of(self, record: BatchRecord) -> list[TrainingRow] | None:
         """Build the training rows of a step from the run store."""

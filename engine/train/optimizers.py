@@ -147,30 +147,27 @@ def plain_moment(value: Tensor) -> Tensor:
 
 
 def set_moment(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, name: str, value: Tensor) -> None:
-    """Set a moment or the step count of a parameter from a plain tensor, which has the parameter's shape."""
+    """Set a moment or the step count of a parameter from a plain tensor, which has the parameter's shape.
+
+    A dequantized moment is quantized with the scale that it had: torchao's own scale of it is up to 0.7 % smaller. The
+    largest element of a block had the code of 1 or, if it is negative, that of the smallest number of the map, above
+    -1.
+    """
     make = getattr(optimizer, "_new_buffer", None)
     if make is not None and name != "step":
         held: Tensor = make(parameter, name == "exp_avg")
         held.copy_(value)
-        _keep_scale(local_of(held), local_of(value))
+        codes: Any = local_of(held)
+        if type(codes) is not Tensor and codes.signed:
+            from torchao.optim.quant_utils import quantize_8bit_with_qmap
+
+            blocks = local_of(value).reshape(-1, codes.block_size)
+            scale = torch.maximum(blocks.amax(-1), blocks.amin(-1) / codes.qmap[0]).clip(1e-12)
+            codes.scale.copy_(scale)
+            quantized = quantize_8bit_with_qmap((blocks / scale[:, None]).view(-1), codes.qmap)
+            codes.codes.copy_(quantized.view(codes.codes.shape))
         value = held
     optimizer.state[parameter][name] = value
-
-
-def _keep_scale(held: Any, value: Tensor) -> None:
-    """Quantize a dequantized moment with the scale that it had. torchao's own scale of it is up to 0.7 % smaller.
-
-    The largest element of a block had the code of 1 or, if it is negative, that of the smallest number of the map,
-    above -1.
-    """
-    if type(held) is Tensor or not held.signed:
-        return
-    from torchao.optim.quant_utils import quantize_8bit_with_qmap
-
-    blocks = value.reshape(-1, held.block_size)
-    scale = torch.maximum(blocks.amax(-1), blocks.amin(-1) / held.qmap[0]).clip(1e-12)
-    held.scale.copy_(scale)
-    held.codes.copy_(quantize_8bit_with_qmap((blocks / scale[:, None]).view(-1), held.qmap).view(held.codes.shape))
 
 
 def _move_moments(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, device: torch.device) -> None:

@@ -167,7 +167,12 @@ class Trainer:
 
     async def _train(self, result: TrainResult, stop: asyncio.Event | None) -> None:
         """Repeat the steps after the checkpoint, then train."""
-        records = await self._repeat_steps(result)
+        began, records = self.state.step, self.batch_log.read()
+        self._weights_known = False
+        async with self._memory.lent(self.timed) if records else contextlib.nullcontext():
+            records = await asyncio.to_thread(self._repeat, records)
+        self._weights_known = True
+        result.repeated_steps = self.state.step - began
         self._metrics.truncate(self.state.step)
         for observer in self.observers:
             observer.continued(self.state.step)
@@ -185,16 +190,6 @@ class Trainer:
         finally:
             await self.source.close()
             await self._memory.take_back()
-
-    async def _repeat_steps(self, result: TrainResult) -> list[BatchRecord]:
-        """Repeat the steps after the checkpoint. Returns the records of all steps that the training has."""
-        began, records = self.state.step, self.batch_log.read()
-        self._weights_known = False
-        async with self._memory.lent(self.timed) if records else contextlib.nullcontext():
-            records = await asyncio.to_thread(self._repeat, records)
-        self._weights_known = True
-        result.repeated_steps = self.state.step - began
-        return records
 
     def _repeat(self, records: Sequence[BatchRecord]) -> list[BatchRecord]:
         """Bring the learner from a checkpoint to the newest step of the batch log. A checkpoint is written where it is

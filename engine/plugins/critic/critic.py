@@ -136,7 +136,10 @@ class Critic(AuxiliaryObjective):
             torch.manual_seed(seed)
             self.head: LinearHead = resolve_name(spec.head)(spec, size).to(policy.device)
         if model is not None:
-            _freeze_output_layer(model)
+            embeddings = model.model.get_input_embeddings().weight
+            for parameter in model.model.get_output_embeddings().parameters():
+                if parameter is not embeddings:  # values do not use the output layer
+                    parameter.requires_grad_(False)
             if gradient_checkpointing:
                 enable_gradient_checkpointing(model.model)
             self.head.to(model.dtype)
@@ -246,14 +249,6 @@ class Critic(AuxiliaryObjective):
         read_tensors(weights, folder, self._process_group)
         self.masters.publish()
         load_moments(folder, self.optimizer, self.parameters, self._process_group)
-
-
-def _freeze_output_layer(model: PackedModel) -> None:
-    """Leave a model's output layer untrained, unless it is tied to the embeddings: values do not use it."""
-    embeddings = model.model.get_input_embeddings().weight
-    for parameter in model.model.get_output_embeddings().parameters():
-        if parameter is not embeddings:
-            parameter.requires_grad_(False)
 
 
 class ValueTokens(Struct, frozen=True, eq=False, kw_only=True):

@@ -136,27 +136,26 @@ class KVRows:
 
 
 @dataclass(slots=True)
-class _Decode:
-    """Rows [first, first + count), one token each: tokens [start, start + count) of the pass."""
+class _Part:
+    """Tokens [start, start + count) of a pass: one new token of each of `count` rows, or `count` of one row."""
 
-    first: int
+    row: int
+    """The only row, or the first of neighbouring ones."""
     start: int
-    lengths: torch.Tensor
-    """[count]: tokens of each row, the new one included."""
+    places: torch.Tensor
+    """[count]: the place of each token in its row."""
     reach: int
     """Number of positions that attention reads."""
     masks: dict[int | None, torch.Tensor] = field(default_factory=dict)
 
-
-@dataclass(slots=True)
-class _Extend:
-    """Several new tokens of one row: tokens [start, start + count) of the pass."""
-
-    row: int
-    start: int
-    count: int
-    past: int
-    masks: dict[int | None, torch.Tensor] = field(default_factory=dict)
+    def mask(self, window: int | None, dtype: torch.dtype) -> torch.Tensor:
+        """[count, reach]: 0 where each token attends, -inf elsewhere; computed once for all layers."""
+        if window not in self.masks:
+            at, own = torch.arange(self.reach, device=self.places.device), self.places[:, None]
+            seen = at <= own if window is None else (at <= own) & (at > own - window)
+            zeros = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
+            self.masks[window] = zeros.masked_fill_(~seen, float("-inf"))
+        return self.masks[window]
 
 
 class Plan:
@@ -168,40 +167,21 @@ class Plan:
         positions = [chunk.past + offset for chunk in chunks for offset in range(len(chunk.ids))]
         self.rows = torch.tensor(rows, dtype=torch.long, device=device)
         self.positions = torch.tensor(positions, dtype=torch.long, device=device)
-        self.device = device
-        self.decodes: list[_Decode] = []
-        self.extends: list[_Extend] = []
+        self.decodes: list[_Part] = []
+        """Of neighbouring rows, each with one new token."""
+        self.extends: list[_Part] = []
+        """Of one row each."""
         singles = [chunk for chunk in chunks if len(chunk.ids) == 1]
         start = 0
         for run in _runs(singles):
-            lengths = torch.tensor([chunk.past + 1 for chunk in run], device=device)
+            places = self.positions[start : start + len(run)]
             reach = max(chunk.past for chunk in run) + 1
-            self.decodes.append(_Decode(run[0].row, start, lengths, -(-reach // ALIGN) * ALIGN))
+            self.decodes.append(_Part(run[0].row, start, places, -(-reach // ALIGN) * ALIGN))
             start += len(run)
         for chunk in chunks[len(singles) :]:
-            self.extends.append(_Extend(chunk.row, start, len(chunk.ids), chunk.past))
+            places = self.positions[start : start + len(chunk.ids)]
+            self.extends.append(_Part(chunk.row, start, places, chunk.past + len(chunk.ids)))
             start += len(chunk.ids)
-
-    def decode_mask(self, run: _Decode, window: int | None, dtype: torch.dtype) -> torch.Tensor:
-        """[count, 1, 1, reach]: 0 where a row's newest token attends, -inf elsewhere; computed once for all layers."""
-        if window not in run.masks:
-            at = torch.arange(run.reach, device=self.device)
-            mask = at < run.lengths[:, None]
-            if window is not None:
-                mask &= at >= run.lengths[:, None] - window
-            run.masks[window] = _additive(mask, dtype)[:, None, None]
-        return run.masks[window]
-
-    def extend_mask(self, part: _Extend, window: int | None, dtype: torch.dtype) -> torch.Tensor:
-        """[count, past + count]: 0 where each new token attends, -inf elsewhere; computed once for all layers."""
-        if window not in part.masks:
-            at = torch.arange(part.past + part.count, device=self.device)
-            own = at[part.past :, None]
-            mask = at <= own
-            if window is not None:
-                mask &= at > own - window
-            part.masks[window] = _additive(mask, dtype)
-        return part.masks[window]
 
 
 class Tile:
@@ -248,10 +228,6 @@ class Tile:
                 scale=scaling,
             )[0]
         return out
-
-
-def _additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, float("-inf"))
 
 
 def _runs(chunks: Sequence[RowChunk]) -> list[list[RowChunk]]:
@@ -340,9 +316,9 @@ def attend(
         return plan.attend(grouped, keys, values, scaling, sliding_window).view(1, tokens, heads, -1), None
     out = query.new_empty((tokens, kv_heads, heads // kv_heads, values.shape[-1]))
     for run in plan.decodes:
-        count = len(run.lengths)
-        rows, here = slice(run.first, run.first + count), slice(run.start, run.start + count)
-        mask = plan.decode_mask(run, sliding_window, query.dtype).expand(count, 1, heads // kv_heads, run.reach)
+        count = len(run.places)
+        rows, here = slice(run.row, run.row + count), slice(run.start, run.start + count)
+        mask = run.mask(sliding_window, query.dtype)[:, None, None].expand(count, 1, heads // kv_heads, run.reach)
         out[here] = scaled_dot_product_attention(
             grouped[:, :, here].permute(2, 0, 1, 3),
             keys[rows, :, : run.reach],
@@ -351,14 +327,14 @@ def attend(
             scale=scaling,
         )
     for part in plan.extends:
-        here, reach = slice(part.start, part.start + part.count), part.past + part.count
-        whole = part.past == 0 and sliding_window is None
+        here, reach = slice(part.start, part.start + len(part.places)), part.reach
+        whole = reach == len(part.places) and sliding_window is None
         shape = (kv_heads, heads // kv_heads, reach, -1)
         attended = scaled_dot_product_attention(
             grouped[:, :, here],
             keys[part.row, :, :reach].unsqueeze(1).expand(shape),
             values[part.row, :, :reach].unsqueeze(1).expand(shape),
-            attn_mask=None if whole else plan.extend_mask(part, sliding_window, query.dtype),
+            attn_mask=None if whole else part.mask(sliding_window, query.dtype),
             is_causal=whole,
             scale=scaling,
         )

@@ -31,7 +31,7 @@ import structlog
 from engine.errors import TrainError
 from engine.plugins.sft.rendered_rows import rendered
 from engine.plugins.sft.row_facts import RowFacts, facts_of, open_rows
-from engine.plugins.sft.spec import SftDataSpec
+from engine.plugins.sft.spec import SUFFIXES, SftDataSpec
 from engine.schemas.base import Struct
 from engine.schemas.experts import unpack_experts
 from engine.schemas.trajectory import ImageSpan
@@ -50,7 +50,6 @@ if TYPE_CHECKING:
 log = structlog.get_logger(__name__)
 
 PATH = ("train", "data", "path")
-SUFFIXES = (".jsonl", ".parquet")
 _known: dict[str, Demonstrations] = {}
 """The newest demonstrations by the files, their times and the settings that they depend on."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from engine.plugins.sft.spec import SftDataSpec
+from engine.plugins.sft.spec import SUFFIXES, SftDataSpec
 from engine.schemas.train import TrainSpec
 from engine.spec.added import trains_backend
 from engine.spec.text.diagnostic import DataPath
@@ -12,7 +12,6 @@ from engine.validate.context import CheckContext
 from engine.validate.registry import Finding, rule
 
 KIND: DataPath = ("train", "kind")
-SUFFIXES = (".jsonl", ".parquet")
 
 
 def _sft(ctx: CheckContext) -> Iterator[TrainSpec]:

@@ -10,6 +10,8 @@ from engine.schemas.loss import Denominator, Loss
 from engine.schemas.sections import SpecSection
 from engine.schemas.train import RolloutCorrectionSpec, TrainKind
 
+SUFFIXES = (".jsonl", ".parquet")
+"""Of files of `engine export`."""
 _Path = Annotated[str, Field(min_length=1)]
 
 

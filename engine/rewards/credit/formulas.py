@@ -144,22 +144,16 @@ def returns_to_go(rewards: Values, gamma: float) -> Values:
 def compare(spec: ComparedCredit, returns: Values) -> Values:
     """Subtract the baseline and divide by the scale, for each column of float64 [episodes, columns]; same shape."""
     episodes = len(returns)
-    advantages = returns - _baseline(spec, returns)
+    advantages = returns.copy()
+    if spec.baseline == "mean" and episodes:
+        advantages -= returns.mean(axis=0)
+    elif spec.baseline == "leave_one_out" and episodes > 1:
+        advantages -= (returns.sum(axis=0) - returns) / (episodes - 1)
     if spec.scale == "std" and episodes > 1:
         spread = returns.std(axis=0, ddof=1)
         equal = spread <= ROUNDING * np.abs(returns).max(axis=0)
         advantages = advantages / np.where(equal, 1.0, spread + EPSILON)
     return advantages
-
-
-def _baseline(spec: ComparedCredit, returns: Values) -> Values:
-    episodes = len(returns)
-    if spec.baseline == "none" or episodes == 0 or (spec.baseline == "leave_one_out" and episodes == 1):
-        return np.zeros_like(returns)
-    if spec.baseline == "mean":
-        return np.broadcast_to(returns.mean(axis=0), returns.shape)
-    others: Values = (returns.sum(axis=0) - returns) / (episodes - 1)
-    return others
 
 
 def compare_episodes(spec: ComparedCredit, scores: Sequence[float]) -> Values:
