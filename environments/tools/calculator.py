@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Mapping
 from decimal import Context, Decimal
 from fractions import Fraction
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 MAX_LENGTH = 400
 """Maximum number of characters of one expression."""
@@ -31,15 +31,26 @@ _EXAMPLE = "3 * (4 + 5)"
 _TOKEN = re.compile(
     r"""\s*(?:
       (?P<number>[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?(?![0-9,]) | [0-9]+(?:\.[0-9]*)? | \.[0-9]+)
+    | (?P<percent>%(?!\s*\.?[0-9(]))
     | (?P<operator>\*\*|//|[-+*/%()])
     | (?P<word>[^\W\d_]+)
     | (?P<other>\S)
     )""",
     re.VERBOSE,
 )
+"""`%` is a remainder if an operand follows (`17 % 5`), and a percent sign otherwise (`15% * 80`)."""
 
 _SPELLINGS = str.maketrans({"×": "*", "·": "*", "÷": "/", "−": "-", "–": "-", "$": " ", "€": " ", "£": " "})
 """Signs that mean an operator, or that may stand before an amount. One character each, so that positions hold."""
+
+_FIXES = {
+    "=": f"Write only what is to be worked out, such as {_EXAMPLE}, without an equals sign.",
+    "^": "Write a power with **, such as 2 ** 3.",
+    ",": "Write a large number as 1,000 or 1000, and a decimal with a point, such as 2.5.",
+    "x": "Multiply with *, such as 3 * 4.",
+} | dict.fromkeys("[]{}", "Group with round parentheses ( ).")
+"""What to write instead of a sign that cannot be read."""
+_TOO_LARGE = "The result has about 1,000 digits or more. Work with smaller numbers."
 
 _BINARY: Mapping[type[ast.operator], Callable[[Fraction, Fraction], Fraction | int]] = {
     ast.Add: operator.add,
@@ -87,8 +98,8 @@ def show(value: Fraction) -> str:
     """`value` as `calculate` writes it."""
     if value.denominator == 1:
         return str(value.numerator)
-    decimals = _decimals(value.denominator)
-    if decimals is not None and decimals <= MAX_DECIMALS:
+    decimals = next((count for count in range(1, MAX_DECIMALS + 1) if 10**count % value.denominator == 0), None)
+    if decimals is not None:
         scaled = abs(value.numerator) * 10**decimals // value.denominator
         digits = str(scaled).rjust(decimals + 1, "0")
         return f"{'-' if value < 0 else ''}{digits[:-decimals]}.{digits[-decimals:]}"
@@ -99,68 +110,26 @@ def show(value: Fraction) -> str:
     return f"{rounded} (exactly {exact})" if len(exact) <= 40 else f"about {rounded}"
 
 
-def _decimals(denominator: int) -> int | None:
-    """Digits after the decimal point that a fraction in lowest terms needs; None if it has no finite decimal form."""
-    twos = (denominator & -denominator).bit_length() - 1
-    rest = denominator >> twos
-    fives = 0
-    while rest % 5 == 0:
-        rest //= 5
-        fives += 1
-    return max(twos, fives) if rest == 1 else None
-
-
 def _tokens(expression: str) -> list[_Token]:
     if len(expression) > MAX_LENGTH:
         raise ValueError(
             f"The expression has {len(expression)} characters, and at most {MAX_LENGTH} are read. Work it out "
             "in several calls."
         )
-    text = expression.translate(_SPELLINGS).rstrip()
     tokens: list[_Token] = []
-    position = 0
-    while position < len(text):
-        match = _TOKEN.match(text, position)
-        if match is None:  # unreachable: `other` takes any character that is not a space
-            raise AssertionError(text[position:])
-        kind, written = str(match.lastgroup), match.group(str(match.lastgroup))
-        column = match.start(kind) + 1
+    for match in _TOKEN.finditer(expression.translate(_SPELLINGS)):
+        kind = str(match.lastgroup)
+        written, column = match[kind], match.start(kind) + 1
         if kind in ("word", "other"):
-            _refuse(kind, written, column)
+            only = f"Write numbers and + - * / // % ** ( ) only, such as {_EXAMPLE}"
+            fix = _FIXES.get(
+                written.lower(), f"{only}: no words, names or functions." if kind == "word" else f"{only}."
+            )
+            raise ValueError(f"{written!r} at character {column} cannot be read. {fix}")
         tokens.append(_Token(kind, written, column))
-        position = match.end()
     if not tokens:
         raise ValueError(f"The expression is empty. Write one such as {_EXAMPLE}.")
-    return _mark_percents(tokens)
-
-
-def _mark_percents(tokens: list[_Token]) -> list[_Token]:
-    """Read `%` as remainder if an operand follows (`17 % 5`), and as percent sign otherwise (`15% * 80`)."""
-    marked = []
-    for index, token in enumerate(tokens):
-        following = tokens[index + 1] if index + 1 < len(tokens) else None
-        takes_operand = following is not None and (following.kind == "number" or following.text == "(")
-        percent = token.text == "%" and not takes_operand
-        marked.append(_Token("percent", "%", token.column) if percent else token)
-    return marked
-
-
-def _refuse(kind: str, found: str, column: int) -> NoReturn:
-    if found == "=":
-        fix = f"Write only what is to be worked out, such as {_EXAMPLE}, without an equals sign."
-    elif found == "^":
-        fix = "Write a power with **, such as 2 ** 3."
-    elif found == ",":
-        fix = "Write a large number as 1,000 or 1000, and a decimal with a point, such as 2.5."
-    elif found in ("[", "]", "{", "}"):
-        fix = "Group with round parentheses ( )."
-    elif found.lower() == "x":
-        fix = "Multiply with *, such as 3 * 4."
-    elif kind == "word":
-        fix = f"Write numbers and + - * / // % ** ( ) only, such as {_EXAMPLE}: no words, names or functions."
-    else:
-        fix = f"Write numbers and + - * / // % ** ( ) only, such as {_EXAMPLE}."
-    raise ValueError(f"{found!r} at character {column} cannot be read. {fix}")
+    return tokens
 
 
 def _check_grammar(tokens: list[_Token]) -> None:
@@ -261,7 +230,7 @@ def _power(base: Fraction, exponent: Fraction) -> Fraction:
     if base in (0, 1, -1):  # of any size the exponent is harmless here, and Fraction would still loop over its bits
         return Fraction(1) if exponent % 2 == 0 and (base or exponent == 0) else base
     if abs(exponent) * _bits(base) > 2 * MAX_BITS:  # a lower bound of the result's size is about half of this
-        _too_large()
+        raise ValueError(_TOO_LARGE)
     return _bounded(base ** int(exponent))
 
 
@@ -271,9 +240,5 @@ def _bits(value: Fraction) -> int:
 
 def _bounded(value: Fraction) -> Fraction:
     if _bits(value) > MAX_BITS:
-        _too_large()
+        raise ValueError(_TOO_LARGE)
     return value
-
-
-def _too_large() -> NoReturn:
-    raise ValueError("The result has about 1,000 digits or more. Work with smaller numbers.")
