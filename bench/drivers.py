@@ -28,6 +28,7 @@ import os
 import sys
 import tempfile
 import time
+from collections import Counter
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -108,14 +109,15 @@ async def run_once(spec: Path, out: Path) -> Measured:
 
     watching = asyncio.create_task(watch())
     try:
-        found = await run_drivers(
+        ended = await run_drivers(
             loaded, tasks, None, store, fleet, stop=asyncio.Event(), keep_going=True, ready=lambda: None
         )
     finally:
         watching.cancel()
         store.close()
     done = len(tasks) * SAMPLES
-    assert found.result.summary.outcomes == {"limit: assistant_turns": done}, found.result.summary.outcomes
+    outcomes = sum((driver.summary.outcomes for driver in ended), Counter())
+    assert outcomes == {"limit: assistant_turns": done}, outcomes
     full = [point for point in seen if point[2] == number_of_drivers(loaded.spec) and point[1]]
     (first, turns_a, _, cpu_a), (last, turns_b, _, cpu_b) = full[0], full[-1]
     turns = turns_b - turns_a

@@ -166,11 +166,11 @@ class Catalogue:
                     self._merge_part(connection, part, data)
 
     def _merge_part(self, connection: sqlite3.Connection, part: Part, data: bytes) -> None:
-        summaries = read_summaries(self._place, part, data, self._header.run_id)
+        table, images = read_summaries(self._place, part, data, self._header.run_id)
         number = _number(connection, part.name, is_part=True)
         marks = ", ".join("?" * len(_NAMES))
         rank = 2 * 2**40 + 1
-        for batch in summaries.table.to_batches(8192):
+        for batch in table.to_batches(8192):
             columns = [batch.column(name.strip('"')).to_pylist() for name in _NAMES]
             tasks = zip(
                 *(batch.column(name).to_pylist() for name in ("task_id", "task_index", "task_fields")), strict=True
@@ -183,7 +183,7 @@ class Catalogue:
         connection.execute("UPDATE temp.incoming SET number = number + ?", (number * STORE,))
         connection.execute(_MERGE)
         connection.executemany(
-            "INSERT OR IGNORE INTO image_parts VALUES (?, ?)", [(digest, number) for digest in summaries.images]
+            "INSERT OR IGNORE INTO image_parts VALUES (?, ?)", [(digest, number) for digest in images]
         )
         connection.execute("UPDATE sources SET signature = 'merged' WHERE source = ?", (number,))
 
@@ -233,16 +233,11 @@ def _number(connection: sqlite3.Connection, name: str, *, is_part: bool) -> int:
 @contextmanager
 def _commit(connection: sqlite3.Connection) -> Iterator[None]:
     """One transaction, with an empty table `incoming`."""
-    connection.execute("BEGIN IMMEDIATE")
-    try:
+    with connection:
+        connection.execute("BEGIN IMMEDIATE")
         connection.execute("DROP TABLE IF EXISTS temp.incoming")
         connection.execute(_INCOMING)
         yield
-        connection.execute("COMMIT")
-    except BaseException:
-        if connection.in_transaction:
-            connection.execute("ROLLBACK")
-        raise
 
 
 def _signature(folder: Path) -> str:

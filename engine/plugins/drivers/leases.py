@@ -141,7 +141,7 @@ class Leases:
             ).fetchall()
             name = next((store for where, store in stores if where == machine and store in existing), None)
             if name is None or name != stores[0][1]:
-                self._take(db, slot)
+                self._free_again(db, self._held.pop(slot, ()))
             if name is None:
                 name = _name(slot, len(stores))
                 db.execute("INSERT INTO stores VALUES (?, ?, ?)", (slot, machine, name))
@@ -211,7 +211,7 @@ class Leases:
         for slot in silent:
             if self._held.get(slot):
                 with self._commit() as db:
-                    self._take(db, slot)
+                    self._free_again(db, self._held.pop(slot))
             self._lost.add(slot)
         return silent
 
@@ -224,22 +224,13 @@ class Leases:
         """
         with self._commit() as db:
             for slot in [slot for slot in self._held if slot >= slots]:
-                self._take(db, slot)
+                self._free_again(db, self._held.pop(slot))
                 self._seen.pop(slot, None)
-            again = [
-                (position,)
-                for position in incomplete
-                if db.execute(
-                    "SELECT 1 FROM groups WHERE position = ? AND state IN ('done', 'faulty')", (position,)
-                ).fetchone()
-            ]
-            faulty = db.execute("SELECT count(*) FROM groups WHERE state = 'faulty'").fetchone()[0]
-            db.executemany("UPDATE groups SET state = 'free', epoch = epoch + 1 WHERE position = ?", again)
-            self._faulty = db.execute("SELECT count(*) FROM groups WHERE state = 'faulty'").fetchone()[0]
-        self._done -= len(again) - (faulty - self._faulty)
-        for (position,) in again:
-            self._epochs[position] += 1
-            heapq.heappush(self._free, position)
+            states = dict(db.execute("SELECT position, state FROM groups WHERE state IN ('done', 'faulty')").fetchall())
+            again = [position for position in incomplete if position in states]
+            self._free_again(db, again)
+        self._done -= sum(states[position] == "done" for position in again)
+        self._faulty -= sum(states[position] == "faulty" for position in again)
 
     def close(self) -> None:
         """Close the file."""
@@ -258,27 +249,18 @@ class Leases:
         again = heapq.nsmallest(count, self._free)
         return [*again, *range(self._next, self._next + count - len(again))]
 
-    def _take(self, db: sqlite3.Connection, slot: int) -> None:
-        """Take all leases of a driver; each is leased again under the next epoch."""
-        taken = sorted(self._held.pop(slot, ()))
-        db.executemany(
-            "UPDATE groups SET state = 'free', epoch = epoch + 1 WHERE position = ?",
-            [(position,) for position in taken],
-        )
-        for position in taken:
+    def _free_again(self, db: sqlite3.Connection, positions: Iterable[int]) -> None:
+        """Let groups be leased again, under their next epochs."""
+        for position in sorted(positions):
+            db.execute("UPDATE groups SET state = 'free', epoch = epoch + 1 WHERE position = ?", (position,))
             self._epochs[position] += 1
             heapq.heappush(self._free, position)
 
     @contextmanager
     def _commit(self) -> Iterator[sqlite3.Connection]:
-        with self._reading():
+        with self._reading(), self._db:
             self._db.execute("BEGIN IMMEDIATE")
-            try:
-                yield self._db
-            except BaseException:
-                self._db.execute("ROLLBACK")
-                raise
-            self._db.execute("COMMIT")
+            yield self._db
 
     @contextmanager
     def _reading(self) -> Iterator[None]:

@@ -1,9 +1,15 @@
-"""The drivers of one spec, as the engine asks for them (`engine.runner.processes.Processes`)."""
+"""The drivers of one spec, as the engine asks for them (`engine.runner.processes.Processes`), and a line for each."""
 
 from __future__ import annotations
 
+import asyncio
+import time
 from typing import TYPE_CHECKING
 
+import numpy as np
+from rich.console import Group
+
+from engine.api.progress import RunPanel, duration
 from engine.errors import StoreError
 from engine.plugins.drivers import rules
 from engine.plugins.drivers.session import of_driver
@@ -12,16 +18,44 @@ from engine.spec.added import spec_facts
 from engine.store.find import is_divided
 
 if TYPE_CHECKING:
-    import asyncio
-
     from engine.api.progress import Progress
     from engine.backends.weights import ServerWeights
     from engine.plugins.drivers.driver_runner import DriverRunner
+    from engine.plugins.drivers.run import Fleet
     from engine.runner.summary import RunResult
     from engine.spec.load import LoadedSpec
     from engine.spec.rows.mix import TaskList
     from engine.spec.text.diagnostic import DataPath
     from engine.store.store import RunStore
+
+
+class DriversPanel(RunPanel):
+    """The panel of a run, with one line for each driver."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        super().__init__(fleet.counters, fleet.summary)
+        self._fleet = fleet
+
+    def line(self) -> str:
+        """Return the main numbers on one line, and those of each driver."""
+        return " · ".join([super().line(), *driver_lines(self._fleet)])
+
+    def __rich__(self) -> Group:
+        return Group(super().__rich__(), *driver_lines(self._fleet))
+
+
+def driver_lines(fleet: Fleet) -> list[str]:
+    """One line for each driver: its store and host, episodes, running ones, turns and tokens per second, CPU time,
+    deaths."""
+    lines = []
+    for slot, report in dict(fleet.reports).items():
+        died = f", died {fleet.deaths[slot]} times" if fleet.deaths[slot] else ""
+        lines.append(
+            f"driver {report['store']} on {report['host']}: {report['episodes']} episodes, "
+            f"{sum(report['states'].values())} running, {report['turns'] / report['seconds']:.1f} turns/s, "
+            f"{report['tokens'] / report['seconds']:.0f} tokens/s, CPU {duration(report['cpu'])}{died}"
+        )
+    return lines
 
 
 class DriverProcesses:
@@ -91,15 +125,59 @@ class DriverProcesses:
         stop: asyncio.Event,
     ) -> RunResult:
         """As in `Processes`."""
-        from engine.plugins.drivers.run_command import drive_many
         from engine.plugins.drivers.sharded import note_status
 
         note_status(store.folder, "running")
         try:
-            return await drive_many(self._loaded, tasks, store, progress, keep_going=keep_going, stop=stop)
+            return await self._run(tasks, store, progress, keep_going=keep_going, stop=stop)
         finally:
             store.close()
             note_status(store.folder)
+
+    async def _run(
+        self, tasks: TaskList, store: RunStore, progress: Progress, *, keep_going: bool, stop: asyncio.Event
+    ) -> RunResult:
+        from engine.api.launch import write_counts
+        from engine.plugins.drivers.run import Fleet, result_of, run_drivers
+        from engine.runner.counters import RunCounters
+        from engine.runner.observers import RunObservers
+        from engine.runner.source import fitting_tasks
+        from engine.runner.summary import RunSummary
+        from engine.tokens.loading import load_format
+
+        began = time.perf_counter()
+        loaded = self._loaded
+        spec, samples = loaded.spec, loaded.spec.rollout.samples_per_task
+        fitting = fitting_tasks(tasks, loaded, load_format(spec.model, loaded.base))
+        kept = None
+        if fitting is not tasks:
+            chosen = {task.id for task in fitting}
+            kept = np.asarray([at for at, task in enumerate(tasks) if task.id in chosen])
+        fleet = Fleet(RunCounters(total=len(fitting) * samples), RunSummary())
+        observers = RunObservers(loaded, store)
+
+        def ready() -> None:
+            progress.say(
+                f"{spec.name}: {len(fitting)} tasks × {samples} samples on {spec.backend.kind}, "
+                f"{rules.number_of_drivers(spec)} drivers asked to begin after {time.perf_counter() - began:.1f} s"
+            )
+            fleet.counters.began = time.perf_counter()
+
+        async with observers.of_errors():
+            with observers.watch(fleet.counters, fleet.summary), progress.watching(DriversPanel(fleet)):
+                ended = await run_drivers(
+                    loaded, fitting, kept, store, fleet, stop=stop, keep_going=keep_going, ready=ready
+                )
+                folder, stopped = store.folder.absolute(), stop.is_set()
+                result = await asyncio.to_thread(result_of, folder, loaded, fitting, ended, stopped=stopped)
+        await observers.of_result(result)
+        write_counts(store.folder, {"drivers": {done.store: done.counts for done in ended}}, progress)
+        store.close("interrupted" if result.summary.episodes < fleet.counters.total else "done")
+        result.seconds, result.tokens = fleet.counters.seconds, fleet.counters.tokens
+        result.notes = driver_lines(fleet)
+        if spent := sum(done.spent for done in ended):
+            result.notes.append(f"Cost of the run: {spent:.6g}, with users, judges and unfinished episodes")
+        return result
 
     def episodes(self, store: RunStore, weights: ServerWeights | None, *, keep_going: bool) -> DriverRunner:
         """As in `Processes`."""

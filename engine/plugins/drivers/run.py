@@ -99,16 +99,6 @@ class Fleet:
         live.before = max(0, self.summary.episodes - live.finished)
 
 
-@dataclass
-class ManyResult:
-    """The outcome of a run with several drivers."""
-
-    result: RunResult
-    spent: float
-    counts: dict[str, Any]
-    """Counts of the backend of each driver, by the name of its store."""
-
-
 async def run_drivers(
     loaded: LoadedSpec,
     tasks: TaskList,
@@ -119,9 +109,8 @@ async def run_drivers(
     stop: asyncio.Event,
     keep_going: bool,
     ready: Callable[[], None],
-    lease_seconds: float = LEASE_SECONDS,
-) -> ManyResult:
-    """Run all episodes of a run that are not finished, on `rollout.drivers` drivers.
+) -> list[Done]:
+    """Run all episodes of a run that are not finished, on `rollout.drivers` drivers. Returns how each driver ended.
 
     Args:
         loaded: The spec.
@@ -132,7 +121,6 @@ async def run_drivers(
         stop: Ends the run early and cleanly.
         keep_going: See `Runner`.
         ready: Called when all drivers have been asked to begin.
-        lease_seconds: Time without a call after which a driver loses its leases.
 
     Raises:
         EngineError: no cluster, or no driver that can work.
@@ -157,15 +145,12 @@ async def run_drivers(
         keep_going=keep_going,
     )
     with cluster(drivers) as ray:
-        crew = _Crew(ray, setup, fleet, len(tasks), lease_seconds, stop)
+        crew = _Crew(ray, setup, fleet, len(tasks), stop)
         ready()
-        ended = await crew.run()
-    return await asyncio.to_thread(_result_of, folder, loaded, tasks, ended, stopped=stop.is_set())
+        return await crew.run()
 
 
-def _result_of(
-    folder: Path, loaded: LoadedSpec, tasks: TaskList, ended: Sequence[Done], *, stopped: bool
-) -> ManyResult:
+def result_of(folder: Path, loaded: LoadedSpec, tasks: TaskList, ended: Sequence[Done], *, stopped: bool) -> RunResult:
     """The result of the run from those of its drivers; `stopped`: a signal ended it. Raises: StoreError: episodes are
     gone."""
     summary = summary_of(folder, loaded, tasks, ended)
@@ -178,8 +163,7 @@ def _result_of(
             f"{folder}: {summary.episodes} of {total} episodes can be read; was a driver's store removed, or is it on "
             "another host? Resume the run to do the others again"
         )
-    result = RunResult(summary, interrupted, faults, reason)
-    return ManyResult(result, sum(done.spent for done in ended), {done.store: done.counts for done in ended})
+    return RunResult(summary, interrupted, faults, reason)
 
 
 def prepare_leases(folder: Path, tasks: TaskList, drivers: int, samples: int) -> None:
@@ -233,20 +217,16 @@ def summary_of(folder: Path, loaded: LoadedSpec, tasks: TaskList, ended: Sequenc
 class _Crew:
     """The actors of one run."""
 
-    def __init__(
-        self, ray: Any, setup: Setup, fleet: Fleet, groups: int, lease_seconds: float, stop: asyncio.Event
-    ) -> None:
+    def __init__(self, ray: Any, setup: Setup, fleet: Fleet, groups: int, stop: asyncio.Event) -> None:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy as Near
 
         self._ray = ray
         self._fleet = fleet
         self._setup = setup
-        self._lease_seconds = lease_seconds
         self._stop = stop
         self._over = asyncio.Event()
         """Set when no group is left."""
         here = ray.get_runtime_context().get_node_id()
-        shared = setup.shards is not None
         self._actor = (
             ray.remote(Coordinator)
             .options(
@@ -256,9 +236,9 @@ class _Crew:
                 scheduling_strategy=Near(here, soft=False),
                 runtime_env=setup.runtime_env,
             )
-            .remote(setup.folder, groups, lease_seconds, shared=shared)
+            .remote(setup.folder, groups, LEASE_SECONDS, shared=setup.shards is not None)
         )
-        self._status = partial(ask, self._actor, lease_seconds, "status")
+        self._status = partial(ask, self._actor, LEASE_SECONDS, "status")
         remote = ray.remote(Driver)
         self._drivers = [
             remote.options(
@@ -302,7 +282,7 @@ class _Crew:
             if not await self._present(slot):
                 return None
             try:
-                done: Done = await self._drivers[slot].run.remote(self._setup, slot, self._actor, self._lease_seconds)
+                done: Done = await self._drivers[slot].run.remote(self._setup, slot, self._actor, LEASE_SECONDS)
                 return done
             except lost.RayTaskError as error:
                 raise engine_error(error) from error

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from engine.runner.summary import RunResult, RunSummary
     from engine.schemas.episode import EpisodeSpec
     from engine.spec.load import LoadedSpec
-    from engine.spec.rows.mix import TaskList
     from engine.store.header import RunHeader
     from engine.store.store import RunStore
 
@@ -189,12 +188,17 @@ async def run_driver(setup: Setup, slot: int, ask: Ask) -> Done:
 
 
 async def _session(setup: Setup, slot: int, ask: Ask) -> Done | None:
+    import numpy as np
+
     from engine.backends.registry import open_backend
     from engine.runner.runner import Runner
+    from engine.spec.tasks import load_tasks
     from engine.tokens.loading import load_format
 
     loaded = of_driver(setup.loaded, setup.drivers, slot)
-    tasks = _tasks_of(setup, loaded)
+    tasks = load_tasks(loaded)
+    if setup.kept is not None:
+        tasks = tasks.chosen(np.asarray(setup.kept))
     rollout = loaded.spec.rollout
     stores = Path(setup.folder) / STORES
     existing = [store.name for store in stores.iterdir() if (store / "run.db").is_file()] if stores.is_dir() else []
@@ -244,16 +248,6 @@ async def _session(setup: Setup, slot: int, ask: Ask) -> Done | None:
         )
     finally:
         store.close()
-
-
-def _tasks_of(setup: Setup, loaded: LoadedSpec) -> TaskList:
-    """The tasks of the run."""
-    import numpy as np
-
-    from engine.spec.tasks import load_tasks
-
-    tasks = load_tasks(loaded)
-    return tasks if setup.kept is None else tasks.chosen(np.asarray(setup.kept))
 
 
 async def _run_leased(runner: Runner, feed: Feed, stop: asyncio.Event) -> RunResult:

@@ -236,19 +236,15 @@ class ShardedRun(RunReader):
         while True:
             with self.snapshot() as connection:
                 rows = connection.execute(query, last).fetchall()
-            yield from self._read_all([row[3] for row in rows])
+            numbers = [row[3] for row in rows]
+            by_number: dict[int, Trajectory] = {}
+            for source in dict.fromkeys(number // STORE for number in numbers):  # one connection for each store
+                there = [number % STORE for number in numbers if number // STORE == source]
+                by_number |= {source * STORE + at: read for at, read in self._reader_of(source).by_number(there)}
+            yield from (by_number[number] for number in numbers if number in by_number)  # without dropped ones
             if len(rows) < _PAGE:
                 return
             last = rows[-1]
-
-    def _read_all(self, numbers: list[int]) -> Iterator[Trajectory]:
-        """Read episodes with one connection per store, and yield them in the given order; dropped ones are left out."""
-        by_number: dict[int, Trajectory] = {}
-        for source in dict.fromkeys(number // STORE for number in numbers):
-            reader = self._reader_of(source)
-            numbers_there = [number % STORE for number in numbers if number // STORE == source]
-            by_number |= {source * STORE + number: trajectory for number, trajectory in reader.by_number(numbers_there)}
-        yield from (by_number[number] for number in numbers if number in by_number)
 
     def scores(self) -> list[ScoreHead]:
         """None: `engine rescore` writes into the store of a run, and a sharded run has many."""
@@ -280,15 +276,13 @@ class ShardedRun(RunReader):
     def dropped(self) -> Dropped:
         """As in `RunReader`."""
         ids = self.dropped_ids()
+        if not ids:
+            return Dropped()
         parts = [reader.dropped() for reader in self._live().values()]
-        return (
-            Dropped(
-                episodes=len(ids),
-                size=sum(part.size for part in parts),
-                at=max((part.at for part in parts), default=0.0),
-            )
-            if ids
-            else Dropped()
+        return Dropped(
+            episodes=len(ids),
+            size=sum(part.size for part in parts),
+            at=max((part.at for part in parts), default=0.0),
         )
 
     def tool_schemas(self) -> Callable[[str], str]:
@@ -298,19 +292,16 @@ class ShardedRun(RunReader):
         def tools(episode_id: str) -> str:
             source = self.episode(episode_id).number // STORE
             if source not in schemas:
-                schemas[source] = self._tools_of(source)
+                reader = self._reader_of(source)
+                if self._sources[source][1]:
+                    with reader.snapshot() as connection:
+                        rows = connection.execute(f"SELECT line FROM {TOOLS} ORDER BY rowid").fetchall()
+                    schemas[source] = ToolSchemas.read(line for (line,) in rows).of
+                else:
+                    schemas[source] = reader.tool_schemas()
             return schemas[source](episode_id)
 
         return tools
-
-    def _tools_of(self, source: int) -> Callable[[str], str]:
-        reader = self._reader_of(source)
-        if not self._sources[source][1]:
-            return reader.tool_schemas()
-        with reader.snapshot() as connection:
-            return ToolSchemas.read(
-                line for (line,) in connection.execute(f"SELECT line FROM {TOOLS} ORDER BY rowid")
-            ).of
 
     def image_digests(self) -> list[str]:
         """As in `RunReader`; in the order of digests."""

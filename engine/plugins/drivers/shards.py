@@ -221,16 +221,8 @@ def list_parts(place: ShardPlace) -> list[Part]:
     return parts
 
 
-class Summaries(Struct, frozen=True, kw_only=True):
-    """What the file `episodes-…` of a part has."""
-
-    table: pa.Table
-    images: list[str]
-    """Digests of the images in the part's store."""
-
-
-def read_summaries(place: ShardPlace, part: Part, data: bytes, run_id: str) -> Summaries:
-    """Read the summaries of a part.
+def read_summaries(place: ShardPlace, part: Part, data: bytes, run_id: str) -> tuple[pa.Table, list[str]]:
+    """Read what the file `episodes-…` of a part has: its summaries, and the digests of the images in its store.
 
     Raises:
         StoreError: they are damaged, of another version, or of another run.
@@ -253,4 +245,4 @@ def read_summaries(place: ShardPlace, part: Part, data: bytes, run_id: str) -> S
             f"{where} is a shard of run {run} (spec `{spec}`), and the other shards in this folder are of run "
             f"{run_id}; move the files of one of the runs to a folder of their own"
         )
-    return Summaries(table=table, images=images)
+    return table, images
