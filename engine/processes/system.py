@@ -13,6 +13,7 @@ import os
 import resource
 import signal
 import socket
+import stat
 import sys
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
@@ -80,6 +81,22 @@ def memory_file(content: bytes) -> int:
         file.write(content)
     os.lseek(opened, 0, os.SEEK_SET)
     return opened
+
+
+def read_small(path: Path | str, most: int, folder: int | None = None) -> bytes | None:
+    """The first bytes of a regular file that a program wrote; None if there is none. Links are not followed.
+
+    Args:
+        path: The file.
+        most: Number of bytes.
+        folder: The descriptor of an open folder, to which the path is relative.
+    """
+    try:
+        opened = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
+    except OSError:
+        return None
+    with os.fdopen(opened, "rb") as file:
+        return file.read(most) if stat.S_ISREG(os.fstat(opened).st_mode) else None
 
 
 class SentFolder:

@@ -121,12 +121,6 @@ class AgentRun(AgentProgram):
         text += f" ({keys}). The episode has ended"
         return ApiError(text, param="messages", code="context_length_exceeded")
 
-    async def stop(self, why: str = "the episode is over") -> None:
-        """See `AgentProgram.stop`."""
-        if self.ahead is not None:
-            self.ahead.close()
-        await super().stop(why)
-
     @on_main_loop
     async def close(self) -> None:
         """Stop the program; a second call does nothing."""

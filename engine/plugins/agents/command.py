@@ -27,7 +27,7 @@ from engine.plugins.agents.rewards import PATH as REWARD_PATH
 from engine.plugins.agents.server import Listener, server_of_loop
 from engine.plugins.agents.spec import AgentSandbox
 from engine.plugins.confinement.sandbox import LEAST_FILE, give_uid
-from engine.processes.system import MessageSocket, script, send_signal
+from engine.processes.system import MessageSocket, read_small, script, send_signal
 
 _INHERITED = ("PATH", "HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PYTHONPATH", "SYSTEMROOT", "TMPDIR", "VIRTUAL_ENV")
 """Variables of the engine that a program gets. Others may be secret."""
@@ -192,15 +192,9 @@ class CommandProgram(ProgramBody):
         """What it wrote to its reward file; None if there is no file, or a link."""
         if self._sandbox is not None:
             return self._reward
-        return await asyncio.to_thread(self._read_reward)
-
-    def _read_reward(self) -> str | None:
         assert self._folder is not None
-        path = self._folder / REWARD
-        if not path.is_file() or path.is_symlink():
-            return None
-        with path.open("rb") as file:
-            return file.read(MOST_OUTPUT).decode("utf-8", "replace")
+        written = await asyncio.to_thread(read_small, self._folder / REWARD, MOST_OUTPUT)
+        return None if written is None else written.decode("utf-8", "replace")
 
     async def close(self) -> None:
         """Remove its folder, and give back what its sandbox has."""

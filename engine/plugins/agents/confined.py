@@ -150,7 +150,8 @@ def confine(
     if problem := sandbox.refusal():
         raise OSError(f"no sandbox: {problem}")
     root, base = os.getuid() == 0, base.resolve()
-    readable = _readable(settings, base)
+    environment = [Path(sys.prefix).resolve()] if sys.prefix != sys.base_prefix else []
+    readable = list(dict.fromkeys([*environment, *(Path(base, path).resolve() for path in settings.read)]))
     if root:
         for path in (base, *readable):
             needs = _OTHERS[path.is_dir()]
@@ -179,35 +180,26 @@ def confine(
     for path in sorted(folder.iterdir()):
         options += ["--ro-bind", str(path), f"{INSIDE}/{path.name}"]
     options += [*sandbox.parents(str(base)), "--ro-bind", str(base), str(base)]
-    covers = {is_folder: _cover(folder, is_folder) for is_folder in (True, False)}
+    no_folder, no_file = folder / NO_FOLDER, folder / "no-file"  # empty ones that nobody can read, for what is hidden
+    no_folder.mkdir(mode=0)
+    no_file.touch(mode=0)
     for path in hidden:
-        options += ["--ro-bind", str(covers[path.is_dir()]), str(path)]
+        options += ["--ro-bind", str(no_folder if path.is_dir() else no_file), str(path)]
     for path in readable:
         options += [*sandbox.parents(str(path)), "--ro-bind", str(path), str(path)]
     options += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", str(base), "--seccomp", str(_CALLS)]
     uid = sandbox.take_uid() if root else None
     if uid is not None:
         os.chown(folder / SOCKET, uid, uid)
-    limits = {
-        "NOFILE": _OPEN_FILES,
-        "AS": settings.memory,
-        "NPROC": settings.processes,
-        "CORE": 0,
-        "FSIZE": settings.disk,
-    }
-    set_limits = {name: value for name, value in limits.items() if value is not None}
-    enter = sandbox.entering(set_limits, uid, channel=_CHANNEL, code=_FORWARD)
+    limits = {"NOFILE": _OPEN_FILES, "NPROC": settings.processes, "CORE": 0, "FSIZE": settings.disk}
+    if settings.memory is not None:
+        limits["AS"] = settings.memory
+    enter = sandbox.entering(limits, uid, channel=_CHANNEL, code=_FORWARD)
     line = [sandbox.bubblewrap(), "--args", str(_ARGS), "--", *enter, str(port), f"{INSIDE}/{SOCKET}"]
     reads = [b"\0".join(map(os.fsencode, options)), system_calls.filter_program()]
     return Confined(
         command=[*line, "/bin/sh", "-c", command], reads=reads, files=settings.disk // sandbox.LEAST_FILE + 2, uid=uid
     )
-
-
-def _readable(settings: AgentSandbox, base: Path) -> list[Path]:
-    """What the program may read besides the system's programs and the spec's folder."""
-    environment = [Path(sys.prefix).resolve()] if sys.prefix != sys.base_prefix else []
-    return list(dict.fromkeys([*environment, *(Path(base, path).resolve() for path in settings.read)]))
 
 
 def _hidden(base: Path, readable: Sequence[Path], private: set[Path]) -> Iterator[Path]:
@@ -252,14 +244,3 @@ def _is_private(entry: os.DirEntry[str]) -> bool:
             return _SPEC.search(file.read(4096)) is not None
     except OSError:
         return True
-
-
-def _cover(folder: Path, is_folder: bool) -> Path:
-    """An empty folder or file that nobody can read, for what is hidden."""
-    path = folder / (NO_FOLDER if is_folder else "no-file")
-    if is_folder:
-        path.mkdir()
-    else:
-        path.touch()
-    path.chmod(0)
-    return path

@@ -410,11 +410,11 @@ def read_json(body: bytes) -> Any:
     """The value of a JSON body.
 
     Raises:
-        ValueError: It is not JSON, or has too many values; the message says where.
+        ApiError: It is not JSON, or has too many values; the message says where.
     """
     if len(body) > MAX_VALUES and sum(map(body.count, (b",", b":", b"[", b"{"))) > MAX_VALUES:
-        raise ValueError(f"the body has more than {MAX_VALUES} commas, colons and brackets")
+        raise ApiError(f"the body has more than {MAX_VALUES} commas, colons and brackets")
     try:
         return json.loads(body)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"the body is not JSON: {valid_text(str(error), 200)}") from None
+        raise ApiError(f"the body is not JSON: {valid_text(str(error), 200)}") from None

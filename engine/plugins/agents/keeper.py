@@ -29,7 +29,6 @@ import os
 import select
 import signal
 import socket
-import stat
 import sys
 import time
 from pathlib import Path
@@ -41,6 +40,7 @@ from engine.processes.system import (
     adopt_orphans,
     die_with_parent,
     memory_file,
+    read_small,
     send_signal,
     take_streams,
 )
@@ -136,21 +136,10 @@ def _guard(program: dict[str, Any], reports: int, output: int) -> NoReturn:
         send_signal(pid, group=True)
         left = _kill_all()
         status = left.get(pid, -signal.SIGKILL) if status is None else status
-        _say(reports, status=status, full=full, reward=_reward(folder.opened))
+        reward = None if folder.opened < 0 else read_small(REWARD, _MOST_REWARD, folder.opened)
+        _say(reports, status=status, full=full, reward=None if reward is None else reward.decode("utf-8", "replace"))
     finally:
         os._exit(0)
-
-
-def _reward(folder: int) -> str | None:
-    """The reward in an open folder; None: it has no file of that name. Links are not followed."""
-    if folder < 0:
-        return None
-    try:
-        opened = os.open(REWARD, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
-    except OSError:
-        return None
-    with os.fdopen(opened, "rb") as file:
-        return file.read(_MOST_REWARD).decode("utf-8", "replace") if stat.S_ISREG(os.fstat(opened).st_mode) else None
 
 
 def _become(program: dict[str, Any], output: int, channel: int) -> NoReturn:

@@ -307,6 +307,8 @@ class AgentProgram:
     async def stop(self, why: str = "the episode is over") -> None:
         """Answer waiting requests with an error, end the program, and remove what it left."""
         current, self.current = self.current, None
+        if self.ahead is not None:
+            self.ahead.close()
         if self._started:
             await self.inbox.close(self.fault() or ApiError(why, code="episode_over"), *([current] if current else []))
         await self._body.stop()

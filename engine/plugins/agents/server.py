@@ -298,7 +298,7 @@ class _Service:
             name = unquote(path.removeprefix(f"{MODELS_PATH}/"))
             await connection.json(200, one_model(name, inbox.session, anthropic=anthropic))
         elif method == "POST" and path in _REWARDS:
-            await connection.json(200, inbox.reward(_json(await connection.body(_MAX_REWARD))))
+            await connection.json(200, inbox.reward(read_json(await connection.body(_MAX_REWARD))))
         elif method != "POST" or path not in (*APIS, MESSAGES.count_path):
             served = f"GET {MODELS_PATH}, POST {', '.join(APIS)}, {MESSAGES.count_path} and {rewards.PATH}"
             shown = valid_text(f"{method} {path}", 200)
@@ -306,14 +306,14 @@ class _Service:
         elif needed and needed not in headers:
             raise ApiError(f"the header `{needed}` is missing", param=needed)
         elif path == MESSAGES.count_path:
-            counted = inbox.count(MESSAGES.counted(_json(await connection.body(MAX_BODY)), inbox.session))
+            counted = inbox.count(MESSAGES.counted(read_json(await connection.body(MAX_BODY)), inbox.session))
             await connection.json(200, {"input_tokens": counted})
         else:
             await self._reply(inbox, head, await connection.body(MAX_BODY))
 
     async def _reply(self, inbox: Inbox, head: RequestHead, body: bytes) -> None:
         api, session = self._api, inbox.session
-        asked = api.read(_json(body), session)
+        asked = api.read(read_json(body), session)
         exchange = inbox.ask(asked, head.path, body, head.headers)
         try:
             await (self._streamed if asked.stream else self._whole)(asked, exchange, api, session)
@@ -341,26 +341,19 @@ class _Service:
                 await connection.flush()
         if begun and (fault := answer.exception()) is not None:
             shown = fault if isinstance(fault, ApiError) else ApiError(str(fault), status=500)
-            connection.add(api.fault_event(shown).written())
+            connection.add(api.fault_event(shown))
             await connection.end()
             return
         replies = answer.result()
         if not begun:
             connection.begin()
         for event in api.events(asked, replies, session):
-            connection.add(event.written())
+            connection.add(event)
         await connection.end()
 
     async def _error(self, fault: ApiError) -> None:
         headers = {"retry-after": "1"} if fault.status == 429 else {"x-should-retry": "false"}
         await self._connection.json(fault.status, self._api.fault(fault), headers)
-
-
-def _json(body: bytes) -> Any:
-    try:
-        return read_json(body)
-    except ValueError as error:
-        raise ApiError(str(error)) from None
 
 
 def now() -> int:

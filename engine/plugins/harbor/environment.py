@@ -17,7 +17,6 @@ import json
 import os
 import shlex
 import shutil
-import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -30,6 +29,7 @@ from engine.plugins.confinement import sandbox, system_calls
 from engine.plugins.confinement.sandbox import ProgramResult, SandboxLimits, host_python
 from engine.plugins.harbor.dockerfile import PATH
 from engine.plugins.harbor.folders import HarborTask, copied, files_of, read_task
+from engine.processes.system import read_small
 from engine.schemas.environment import EpisodeView, ProgramSettings, Reset, Task
 from engine.schemas.message import Message
 from engine.schemas.reward import RewardEvent
@@ -98,12 +98,6 @@ class Workspace:
         except BaseException:
             self.close()
             raise
-
-    def __enter__(self) -> Workspace:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def run(
         self,
@@ -198,16 +192,6 @@ class Workspace:
         place.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source, place)
         place.chmod(source.stat().st_mode & 0o755 | 0o600)
-
-
-def read_small(path: Path) -> bytes | None:
-    """The first bytes of a regular file that a program wrote; None if there is none. Links are not followed."""
-    try:
-        opened = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError:
-        return None
-    with os.fdopen(opened, "rb") as file:
-        return file.read(MOST_READ) if stat.S_ISREG(os.fstat(opened).st_mode) else None
 
 
 class HarborEnvironment:
@@ -322,7 +306,7 @@ class HarborEnvironment:
             raise AdapterError(f"the tests of {task.folder} were stopped ({result.stopped}): …{result.output[-500:]}")
         if self._reward == "exit_code":
             return [RewardEvent(turn="last", value=float(result.status == 0), source="tests")]
-        rewards = _rewards(read_small(logs / "reward.json"), read_small(logs / "reward.txt"))
+        rewards = _rewards(*(read_small(logs / name, MOST_READ) for name in ("reward.json", "reward.txt")))
         if rewards is None:
             raise AdapterError(
                 f"the tests of {task.folder} ended with status {result.status} and wrote no number to "

@@ -12,6 +12,7 @@ Invariant: only regular files below the task's folder are read; a link that leav
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import stat
@@ -74,16 +75,6 @@ class HarborTask:
     storage_mb: int
     image: ImageFiles
     verifier_env: dict[str, str] = field(default_factory=dict)
-
-    @property
-    def fields(self) -> dict[str, Any]:
-        """The row of the task, without its folder."""
-        return {
-            "name": self.name,
-            "instruction": self.instruction,
-            "agent_seconds": self.agent_seconds,
-            "verifier_seconds": self.verifier_seconds,
-        }
 
 
 def task_folders(folder: Path) -> list[Path]:
@@ -296,15 +287,11 @@ def _image(folder: Path, environment: Mapping[str, Any]) -> ImageFiles:
         if not isinstance(workdir, str) or not workdir.startswith("/"):
             raise HarborError("`environment.workdir` is not an absolute path", folder / "task.toml")
         try:
-            image.workdir = read_dockerfile(f"FROM debian\nWORKDIR [{_quoted(workdir)}]").workdir
+            image.workdir = read_dockerfile(f"FROM debian\nWORKDIR {json.dumps([workdir])}").workdir
         except DockerfileError as error:
             raise HarborError(f"`environment.workdir`: {error}", folder / "task.toml") from None
         image.folders.append(image.workdir)
     return image
-
-
-def _quoted(text: str) -> str:
-    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
 def _table(config: Mapping[str, Any], name: str, folder: Path) -> Mapping[str, Any]:

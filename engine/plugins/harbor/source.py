@@ -54,7 +54,11 @@ def task_rows(loaded: LoadedSpec, limit: int | None) -> Rows:
         try:
             if not loaded.access.allows(folder):
                 raise HarborError("it lies outside of what is read", folder)
-            rows.append({**read_task(folder).fields, "folder": os.path.relpath(folder, loaded.base)})
+            task = read_task(folder)
+            fields = {
+                name: getattr(task, name) for name in ("name", "instruction", "agent_seconds", "verifier_seconds")
+            }
+            rows.append({**fields, "folder": os.path.relpath(folder, loaded.base)})
         except HarborError as error:
             if drops and isinstance(error, UnsupportedTaskError):
                 dropped.append(str(error))

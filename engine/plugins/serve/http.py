@@ -226,7 +226,7 @@ def _read(body: bytes) -> Mapping[str, Any]:
     """The object of a body; empty where there is none. Raises ServiceError."""
     try:
         value = read_json(body) if body.strip() else {}
-    except ValueError as error:
+    except ApiError as error:
         raise ServiceError(400, str(error), "bad_body") from None
     if not isinstance(value, dict):
         raise ServiceError(400, "the body is not a JSON object", "bad_body")

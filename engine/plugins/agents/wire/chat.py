@@ -8,7 +8,7 @@ from typing import Any
 
 from engine.plugins.agents.wire import fields
 from engine.plugins.agents.wire.fields import Fields, Reader
-from engine.plugins.agents.wire.requests import ApiError, Event, ModelApi, ModelReply, ModelRequest, Replies, Session
+from engine.plugins.agents.wire.requests import ApiError, ModelApi, ModelReply, ModelRequest, Replies, Session, event
 from engine.schemas.message import ContentPart, Message, TextPart, ToolCall
 
 MOST_REPLIES = 64
@@ -94,7 +94,7 @@ class ChatCompletions(ModelApi):
             "usage": _usage(answer.replies),
         }
 
-    def events(self, request: ModelRequest, answer: Replies, session: Session) -> Iterator[Event]:
+    def events(self, request: ModelRequest, answer: Replies, session: Session) -> Iterator[bytes]:
         """See `ModelApi`."""
         frame = {
             "id": f"chatcmpl-{answer.id}",
@@ -112,10 +112,10 @@ class ChatCompletions(ModelApi):
             for delta, finish in [*((delta, None) for delta in deltas), ({}, reply.finish)]:
                 logprobs = _logprobs(request, reply) if delta is first else None
                 choice = {"index": index, "delta": delta, "finish_reason": finish, "logprobs": logprobs}
-                yield Event(data=frame | {"choices": [choice]})
+                yield event(frame | {"choices": [choice]})
         if (request.body.get("stream_options") or {}).get("include_usage"):
-            yield Event(data=frame | {"choices": [], "usage": _usage(answer.replies)})
-        yield Event(data="[DONE]")
+            yield event(frame | {"choices": [], "usage": _usage(answer.replies)})
+        yield event("[DONE]")
 
 
 def _message(reader: Reader, item: dict[str, Any], at: str) -> Message:

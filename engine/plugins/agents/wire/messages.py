@@ -11,13 +11,13 @@ from engine.plugins.agents.wire import fields
 from engine.plugins.agents.wire.fields import Fields, Reader
 from engine.plugins.agents.wire.requests import (
     ApiError,
-    Event,
     ModelApi,
     ModelReply,
     ModelRequest,
     Replies,
     Session,
     Stored,
+    event,
 )
 from engine.schemas.message import ContentPart, Message, TextPart, ToolCall
 
@@ -111,7 +111,7 @@ class Messages(ModelApi):
             "usage": _usage(reply, reply.reply_tokens),
         }
 
-    def events(self, request: ModelRequest, answer: Replies, session: Session) -> Iterator[Event]:
+    def events(self, request: ModelRequest, answer: Replies, session: Session) -> Iterator[bytes]:
         """See `ModelApi`."""
         message = self.whole(request, answer, session)
         for data in (
@@ -124,7 +124,7 @@ class Messages(ModelApi):
             },
             {"type": "message_stop"},
         ):
-            yield Event(data=data, name=str(data["type"]))
+            yield event(data, str(data["type"]))
 
     def fault(self, fault: ApiError) -> dict[str, Any]:
         """See `ModelApi`. `param` and `code` are of this endpoint; Anthropic's API has the message alone."""
@@ -133,9 +133,9 @@ class Messages(ModelApi):
         error["details"] = {"error_code": fault.code}  # what the client reads of threads
         return {"type": "error", "error": error}
 
-    def fault_event(self, fault: ApiError) -> Event:
+    def fault_event(self, fault: ApiError) -> bytes:
         """See `ModelApi`."""
-        return Event(data=self.fault(fault), name="error")
+        return event(self.fault(fault), "error")
 
 
 def _thread(body: Mapping[str, Any], session: Session) -> Stored | None:

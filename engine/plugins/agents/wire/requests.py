@@ -122,18 +122,15 @@ class Replies(Struct, frozen=True, kw_only=True):
     replies: list[ModelReply]
 
 
-class Event(Struct, frozen=True, kw_only=True):
-    """One event of a stream."""
+def event(data: Mapping[str, Any] | str, name: str = "") -> bytes:
+    """One event of a stream, as server-sent events have it.
 
-    data: Mapping[str, Any] | str
-    """JSON, or a text as it is."""
-    name: str = ""
-    """Its `event:` line; empty: it has none."""
-
-    def written(self) -> bytes:
-        """The event as server-sent events have it."""
-        text = self.data if isinstance(self.data, str) else json.dumps(self.data)
-        return (f"event: {self.name}\n" if self.name else "").encode() + b"data: " + text.encode() + b"\n\n"
+    Args:
+        data: JSON, or a text as it is.
+        name: Its `event:` line; empty: it has none.
+    """
+    text = data if isinstance(data, str) else json.dumps(data)
+    return (f"event: {name}\n" if name else "").encode() + b"data: " + text.encode() + b"\n\n"
 
 
 class ModelApi(ABC):
@@ -161,7 +158,7 @@ class ModelApi(ABC):
         """Write the replies as one JSON object, and store what later requests may refer to."""
 
     @abstractmethod
-    def events(self, request: ModelRequest, answer: Replies, session: Session) -> Iterator[Event]:
+    def events(self, request: ModelRequest, answer: Replies, session: Session) -> Iterator[bytes]:
         """Write the replies as the events of a stream."""
 
     def fault(self, fault: ApiError) -> dict[str, Any]:
@@ -169,6 +166,6 @@ class ModelApi(ABC):
         kind = "invalid_request_error" if fault.status < 500 else "server_error"
         return {"error": {"message": fault.message, "type": kind, "param": fault.param, "code": fault.code}}
 
-    def fault_event(self, fault: ApiError) -> Event:
+    def fault_event(self, fault: ApiError) -> bytes:
         """Write an error as an event of a stream that has begun."""
-        return Event(data=self.fault(fault))
+        return event(self.fault(fault))

@@ -18,13 +18,13 @@ from engine.plugins.agents.wire import fields
 from engine.plugins.agents.wire.fields import Fields, Reader
 from engine.plugins.agents.wire.requests import (
     ApiError,
-    Event,
     ModelApi,
     ModelReply,
     ModelRequest,
     Replies,
     Session,
     Stored,
+    event,
 )
 from engine.schemas.message import ContentPart, Message, TextPart
 
@@ -140,7 +140,7 @@ class Responses(ModelApi):
         }
         return response
 
-    def events(self, request: ModelRequest, answer: Replies, session: Session) -> Iterator[Event]:
+    def events(self, request: ModelRequest, answer: Replies, session: Session) -> Iterator[bytes]:
         """See `ModelApi`."""
         response = self.whole(request, answer, session)
         begun = _frame(request, answer, session)
@@ -153,12 +153,12 @@ class Responses(ModelApi):
         ending = "response.completed" if response["status"] == "completed" else "response.incomplete"
         steps.append((ending, {"response": response}))
         for number, (kind, data) in enumerate(steps):
-            yield Event(data={"type": kind, "sequence_number": number, **data}, name=kind)
+            yield event({"type": kind, "sequence_number": number, **data}, kind)
 
-    def fault_event(self, fault: ApiError) -> Event:
+    def fault_event(self, fault: ApiError) -> bytes:
         """See `ModelApi`. The client raises an error where the event has `error`."""
-        event = {"type": "error", "code": fault.code, "message": fault.message, "param": fault.param}
-        return Event(data=event | {"sequence_number": 0} | self.fault(fault), name="error")
+        data = {"type": "error", "code": fault.code, "message": fault.message, "param": fault.param}
+        return event(data | {"sequence_number": 0} | self.fault(fault), "error")
 
 
 def _options(reader: Reader) -> None:
