@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 from engine.environments.answers import STYLES, final_number
 from engine.environments.tools.calculator import calculate, evaluate
@@ -19,27 +19,20 @@ from engine.schemas.environment import EpisodeView, Reset, Task, UserTurn
 from engine.schemas.message import Message
 from engine.schemas.reward import RewardEvent
 
-
-class _Shape(NamedTuple):
-    text: str
-    """Fields: {name}, {thing} and the numbers {a}, {b}, {c}."""
-    expression: str
-
-
 _SUMS = (
-    _Shape("What is {a} + {b} * {c}?", "{a} + {b} * {c}"),
-    _Shape("What is {a} * {b} - {c}?", "{a} * {b} - {c}"),
-    _Shape("What is {a} * {b} + {c}?", "{a} * {b} + {c}"),
-    _Shape("What is ({a} + {b}) * {c}?", "({a} + {b}) * {c}"),
+    ("What is {a} + {b} * {c}?", "{a} + {b} * {c}"),
+    ("What is {a} * {b} - {c}?", "{a} * {b} - {c}"),
+    ("What is {a} * {b} + {c}?", "{a} * {b} + {c}"),
+    ("What is ({a} + {b}) * {c}?", "({a} + {b}) * {c}"),
 )
+"""Texts with the fields {name}, {thing} and the numbers {a}, {b}, {c}, and the expressions that they ask for."""
 _STORIES = (
-    _Shape("{name} has {a} {thing} and gets {b} more. How many {thing} are there?", "{a} + {b}"),
-    _Shape("{name} has {a} boxes with {b} {thing} in each. How many {thing} are there?", "{a} * {b}"),
-    _Shape(
-        "{name} has {a} boxes with {b} {thing} in each and {c} more. How many {thing} are there?", "{a} * {b} + {c}"
-    ),
-    _Shape("{name} has {a} bags of {b} {thing} and gives away {c}. How many {thing} are left?", "{a} * {b} - {c}"),
+    ("{name} has {a} {thing} and gets {b} more. How many {thing} are there?", "{a} + {b}"),
+    ("{name} has {a} boxes with {b} {thing} in each. How many {thing} are there?", "{a} * {b}"),
+    ("{name} has {a} boxes with {b} {thing} in each and {c} more. How many {thing} are there?", "{a} * {b} + {c}"),
+    ("{name} has {a} bags of {b} {thing} and gives away {c}. How many {thing} are left?", "{a} * {b} - {c}"),
 )
+"""The same as stories."""
 _NAMES = ("Ann", "Ben", "Cara", "Dan", "Eva", "Finn", "Gita", "Hugo")
 _THINGS = ("apples", "books", "cards", "coins", "eggs", "pens", "shells", "stamps")
 
@@ -55,7 +48,7 @@ def problems(count: int = 32, seed: int = 0, stories: float = 0.5, largest: int 
     """
     rng = random.Random(f"arithmetic/{seed}")
     for index in range(count):
-        shape = rng.choice(_STORIES if rng.random() < stories else _SUMS)
+        text, asked = rng.choice(_STORIES if rng.random() < stories else _SUMS)
         fields = {
             "a": rng.randint(3, largest),
             "b": rng.randint(3, largest),
@@ -63,10 +56,10 @@ def problems(count: int = 32, seed: int = 0, stories: float = 0.5, largest: int 
             "name": rng.choice(_NAMES),
             "thing": rng.choice(_THINGS),
         }
-        expression = shape.expression.format(**fields)
+        expression = asked.format(**fields)
         yield {
             "id": f"sum-{seed}-{index:04d}",
-            "question": shape.text.format(**fields),
+            "question": text.format(**fields),
             "expression": expression,
             "answer": calculate(expression),
         }

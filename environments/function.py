@@ -25,6 +25,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
 from typing import Any, ClassVar, TypeAlias, overload
 
 from engine.schemas.environment import EpisodeView, Reset, Step, Task
@@ -174,7 +175,7 @@ def environment(function: Callable[..., Any], /) -> type[_FunctionEnvironment]: 
 def environment(
     *, tools: Sequence[Callable[..., Any]] = ()
 ) -> Callable[[Callable[..., Any]], type[_FunctionEnvironment]]: ...
-def environment(function: Any = None, /, *, tools: Sequence[Callable[..., Any]] = ()) -> Any:
+def environment(function: Callable[..., Any] | None = None, /, *, tools: Sequence[Callable[..., Any]] = ()) -> Any:
     """Make an environment of a function. See the module's docstring.
 
         @environment(tools=[compare])
@@ -189,14 +190,7 @@ def environment(function: Any = None, /, *, tools: Sequence[Callable[..., Any]] 
             or is no generator and lacks it.
     """
     if function is None:
-        return lambda decorated: environment_of(decorated, tools)
-    return environment_of(function, tools)
-
-
-def environment_of(
-    function: Callable[..., Any], tools: Sequence[Callable[..., Any]] = ()
-) -> type[_FunctionEnvironment]:
-    """Make an environment of a function, as `environment` does."""
+        return partial(environment, tools=tools)
     form = next(form for test, form in _FORMS if test(function))
     name = getattr(function, "__name__", "environment")
     signature = inspect.signature(function)

@@ -207,7 +207,7 @@ class Geo3k:
         """Grade the last answer if no user judged it, for example because `limits.user_turns` was reached."""
         if view.facts.get("graded") == view.turn or view.finish != "stop" or view.calls or view.malformed:
             return []
-        answer = _answer(view.reply)
+        answer = read_number(final_answer(view.reply) or "")
         if answer is None or not is_right(answer, view.task):
             return []
         return [RewardEvent(name="correct", value=self._correct, cause="right answer")]
@@ -237,7 +237,7 @@ class Grader:
     def respond(self, view: EpisodeView) -> UserTurn:
         """Judge the newest answer. The object keeps no state, so the same view always gives the same result."""
         tries = int(view.facts.get("tries", 0))
-        answer = _answer(view.reply)
+        answer = read_number(final_answer(view.reply) or "")
         if answer is None or view.finish == "length":
             cut = view.finish == "length"
             return UserTurn(
@@ -345,8 +345,3 @@ class Reminder:
                 "question": str(view.task.fields["question"]).replace(MARK, "").strip(),
             },
         )
-
-
-def _answer(reply: str) -> Number | None:
-    written = final_answer(reply)
-    return None if written is None else read_number(written)

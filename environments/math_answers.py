@@ -16,9 +16,9 @@ import re
 import select
 import signal
 import subprocess
-import threading
 from functools import lru_cache
 from pathlib import Path
+from queue import LifoQueue
 from typing import Any, NamedTuple
 
 from engine.processes.worker import start_python
@@ -38,9 +38,10 @@ class MathPool:
     """
 
     def __init__(self, most: int | None = None) -> None:
-        self._slots = threading.BoundedSemaphore(most or max(2, os.cpu_count() or 2))
-        self._idle: list[subprocess.Popen[bytes]] = []
-        self._lock = threading.Lock()
+        self._workers: LifoQueue[subprocess.Popen[bytes] | None] = LifoQueue()
+        """Idle processes, the newest first; None for one that may be started."""
+        for _ in range(most or max(2, os.cpu_count() or 2)):
+            self._workers.put(None)
         atexit.register(self.close)
 
     def ask(self, task: str, seconds: float = SECONDS, **arguments: Any) -> dict[str, Any] | None:
@@ -58,40 +59,36 @@ class MathPool:
             RuntimeError: a process does not start, or sends nothing and uses no CPU time.
         """
         question = {"task": task, "seconds": seconds, **arguments}
-        with self._slots:
+        worker = self._workers.get()
+        try:
             for attempt in range(2):
-                worker = self._take()
+                if worker is None or worker.poll() is not None:
+                    worker = _started()
                 reply = _ask(worker, question)
                 if reply is not None:
-                    with self._lock:
-                        self._idle.append(worker)
                     return None if reply.get("late") else reply
                 if worker.wait() == -signal.SIGXCPU or attempt:
                     break  # it took too long or has ended two processes, so the answer is the cause
-        return None
-
-    def _take(self) -> subprocess.Popen[bytes]:
-        """A process that has finished its imports, so that they do not count as CPU time of a request."""
-        while True:
-            with self._lock:
-                worker = self._idle.pop() if self._idle else None
-            if worker is None:
-                break
-            if worker.poll() is None:
-                return worker
-        worker = start_python("from engine.environments.math_worker import main; main()")
-        if _ask(worker, {"task": "compare", "seconds": 120, "gold": "1", "reply": "1"}) is None:
-            worker.wait()
-            raise RuntimeError("the process that checks answers did not start; reinstall math-verify")
-        return worker
+            return None
+        finally:
+            self._workers.put(worker)
 
     def close(self) -> None:
         """End the idle processes."""
-        with self._lock:
-            idle, self._idle = self._idle, []
-        for worker in idle:
-            worker.kill()
-            worker.wait()
+        for worker in [self._workers.get() for _ in range(self._workers.qsize())]:
+            self._workers.put(None)
+            if worker is not None:
+                worker.kill()
+                worker.wait()
+
+
+def _started() -> subprocess.Popen[bytes]:
+    """A process that has finished its imports, so that they do not count as CPU time of a request."""
+    worker = start_python("from engine.environments.math_worker import main; main()")
+    if _ask(worker, {"task": "compare", "seconds": 120, "gold": "1", "reply": "1"}) is None:
+        worker.wait()
+        raise RuntimeError("the process that checks answers did not start; reinstall math-verify")
+    return worker
 
 
 def _ask(worker: subprocess.Popen[bytes], question: dict[str, Any]) -> dict[str, Any] | None:

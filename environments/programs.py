@@ -23,18 +23,6 @@ HELD_OUT = 5
 """One question in this many is held out."""
 
 
-def _one_divisor(n: int, a: int, b: int) -> int:
-    return sum((number % a == 0) != (number % b == 0) for number in range(1, n + 1))
-
-
-def _digits(n: int, a: int, b: int) -> int:
-    return sum(int(digit) for digit in str(a ** (20 + b)))
-
-
-def _primes(n: int, a: int, b: int) -> int:
-    return sum(all(number % divisor for divisor in range(2, int(number**0.5) + 1)) for number in range(2, n))
-
-
 def _collatz(n: int, a: int, b: int) -> int:
     steps = 0
     while n != 1:
@@ -50,21 +38,31 @@ def _coins(n: int, a: int, b: int) -> int:
     return ways[n]
 
 
-def _squares(n: int, a: int, b: int) -> int:
-    return sum(number * number % a for number in range(1, n + 1))
-
-
 _QUESTIONS: tuple[tuple[str, Callable[[int, int, int], int]], ...] = (
-    ("How many whole numbers from 1 to {n} are divisible by {a} or by {b}, but not by both?", _one_divisor),
-    ("What is the sum of the decimal digits of {a} to the power of 20 + {b}?", _digits),
-    ("How many prime numbers are smaller than {n}?", _primes),
+    (
+        "How many whole numbers from 1 to {n} are divisible by {a} or by {b}, but not by both?",
+        lambda n, a, b: sum((number % a == 0) != (number % b == 0) for number in range(1, n + 1)),
+    ),
+    (
+        "What is the sum of the decimal digits of {a} to the power of 20 + {b}?",
+        lambda n, a, b: sum(int(digit) for digit in str(a ** (20 + b))),
+    ),
+    (
+        "How many prime numbers are smaller than {n}?",
+        lambda n, a, b: sum(
+            all(number % divisor for divisor in range(2, int(number**0.5) + 1)) for number in range(2, n)
+        ),
+    ),
     (
         "Start with {n}. Halve an even number; replace an odd number x by 3x + 1. After how many steps is it "
         "1 for the first time?",
         _collatz,
     ),
     ("In how many ways can {n} cents be paid with coins of 1, {a} and {a} times {b} cents?", _coins),
-    ("What is the sum of x * x mod {a} for all whole numbers x from 1 to {n}?", _squares),
+    (
+        "What is the sum of x * x mod {a} for all whole numbers x from 1 to {n}?",
+        lambda n, a, b: sum(number * number % a for number in range(1, n + 1)),
+    ),
 )
 """Each question, and the function that computes its answer."""
 

@@ -16,7 +16,7 @@ import re
 import string
 import threading
 from collections.abc import Callable, Iterator
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -146,37 +146,33 @@ def _index(path: str, changed: int) -> Bm25:
     return Bm25(Path(path))
 
 
-class Http:
-    """A retriever that is reached over HTTP: a JSON body goes out, JSON comes back.
+def retrieved(
+    url: str, body: dict[str, Any], passages: list[str], seconds: float, query: str, results: int
+) -> list[str]:
+    """The passages of a retriever that is reached over HTTP: a JSON body goes out, JSON comes back.
 
     Args:
         url: Where requests are posted.
         body: The body. The texts `{query}` and `{results}` in it are replaced by the query and by the number of
             passages.
-        passages: Where the passages are in the answer: keys and positions, with `*` for each element, separated by
-            dots.
-        seconds: Deadline of one request.
+        passages: Where the passages are in the answer: keys and positions, with `*` for each element.
+        seconds: Deadline of the request.
+        query: The query.
+        results: Most passages.
+
+    Raises:
+        ValueError: the retriever cannot be reached, or answers something else.
     """
+    import httpx
 
-    def __init__(self, url: str, body: dict[str, Any], passages: str, seconds: float) -> None:
-        self._url, self._body, self._passages, self._seconds = url, body, passages.split("."), seconds
-
-    def search(self, query: str, results: int) -> list[str]:
-        """The passages of the answer.
-
-        Raises:
-            ValueError: the retriever cannot be reached, or answers something else.
-        """
-        import httpx
-
-        try:
-            with httpx.Client(timeout=self._seconds) as client:
-                answer = client.post(self._url, json=_filled(self._body, {"{query}": query, "{results}": results}))
-            answer.raise_for_status()
-            texts = list(_at(answer.json(), self._passages))
-        except (httpx.HTTPError, ValueError, LookupError, TypeError) as problem:
-            raise ValueError(f"the retriever gave no passages ({type(problem).__name__}: {problem})"[:300]) from None
-        return [text if isinstance(text, str) else json.dumps(text, ensure_ascii=False) for text in texts[:results]]
+    try:
+        with httpx.Client(timeout=seconds) as client:
+            answer = client.post(url, json=_filled(body, {"{query}": query, "{results}": results}))
+        answer.raise_for_status()
+        texts = list(_at(answer.json(), passages))
+    except (httpx.HTTPError, ValueError, LookupError, TypeError) as problem:
+        raise ValueError(f"the retriever gave no passages ({type(problem).__name__}: {problem})"[:300]) from None
+    return [text if isinstance(text, str) else json.dumps(text, ensure_ascii=False) for text in texts[:results]]
 
 
 def _filled(body: Any, values: dict[str, Any]) -> Any:
@@ -233,16 +229,17 @@ class Search:
             )
         if (body is not None or passages is not None) and url is None:
             raise ValueError("`body` and `passages` describe the retriever at `url`; write `url` too")
-        self._http: Http | None = None
+        self._find: Callable[[str, int], list[str]]
         if url is not None:
             asked = {"queries": ["{query}"], "topk": "{results}", "return_scores": True} if body is None else body
-            self._http = Http(url, asked, passages or "result.0.*.document.contents", seconds)
+            places = (passages or "result.0.*.document.contents").split(".")
+            self._find = partial(retrieved, url, asked, places, seconds)
         else:
             path = Path(corpus) if corpus else DATA / "passages.jsonl"
             if not path.is_file():
                 raise FileNotFoundError(f"there is no file {path}; `with.corpus` is relative to the current folder")
             with _building:
-                self._file = _index(str(path.resolve()), path.stat().st_mtime_ns)
+                self._find = _index(str(path.resolve()), path.stat().st_mtime_ns).search
         self._most = most
         self._correct = correct
         self._form = form
@@ -266,8 +263,10 @@ class Search:
         """
         if not 1 <= results <= self._most:
             raise ValueError(f"results is {results}; write 1 to {self._most}")
-        passages = self._http.search(query, results) if self._http else self._file.search(query, results)
-        cut = [text if len(text) <= PASSAGE_CHARACTERS else text[:PASSAGE_CHARACTERS] + "…" for text in passages]
+        cut = [
+            text if len(text) <= PASSAGE_CHARACTERS else text[:PASSAGE_CHARACTERS] + "…"
+            for text in self._find(query, results)
+        ]
         return "\n\n".join(f"[{number}] {text}" for number, text in enumerate(cut, 1)) or "No passage has these words."
 
     def step(self, view: EpisodeView) -> Step:

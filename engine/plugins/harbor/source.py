@@ -55,10 +55,15 @@ def task_rows(loaded: LoadedSpec, limit: int | None) -> Rows:
             if not loaded.access.allows(folder):
                 raise HarborError("it lies outside of what is read", folder)
             task = read_task(folder)
-            fields = {
-                name: getattr(task, name) for name in ("name", "instruction", "agent_seconds", "verifier_seconds")
-            }
-            rows.append({**fields, "folder": os.path.relpath(folder, loaded.base)})
+            rows.append(
+                {
+                    "name": task.name,
+                    "instruction": task.instruction,
+                    "agent_seconds": task.agent_seconds,
+                    "verifier_seconds": task.verifier_seconds,
+                    "folder": os.path.relpath(folder, loaded.base),
+                }
+            )
         except HarborError as error:
             if drops and isinstance(error, UnsupportedTaskError):
                 dropped.append(str(error))

@@ -59,7 +59,8 @@ def test_a_loaded_machine_makes_no_answer_wrong() -> None:
 @pytest.mark.slow  # by default: an answer that takes for ever, above, whose process is killed too
 def test_a_process_that_somebody_kills_costs_no_answer(pool: MathPool) -> None:
     assert pool.ask("read", latex="1/4") == {"value": 0.25}
-    [worker] = pool._idle
+    [worker] = pool._workers.queue
+    assert worker is not None
     os.kill(worker.pid, signal.SIGSTOP)
     with ThreadPoolExecutor(1) as thread:
         answer = thread.submit(pool.ask, "read", latex="3/4")
