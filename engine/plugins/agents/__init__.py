@@ -2,8 +2,9 @@
 
 spec.py         the section `agent`; facts.py: what other parts of the engine know of it; rules.py: its
                 rules of `engine validate`
-action.py       the action `run_agent`: gives the program the newest reply, and waits for its next request or its end
-agent_run.py    starts the program of one episode, and adds it to the episode's objects; its rewards at the end
+action.py       the action `run_agent`: starts the program, gives it the newest reply, and waits for its next
+                request or its end
+agent_run.py    the program of one episode: what the episode's objects have of it; its rewards at the end
 program.py      one program: what runs, its requests, its end; command.py, keeper.py, confined.py: a program
                 that is a shell command
 record.py       the journal record of a request or an end

@@ -1,35 +1,27 @@
-"""Starts the program of one episode, as a process or a coroutine, with what an episode's objects have of it; its
-rewards at the end."""
+"""The program of one episode, with what the episode's objects have of it, and its rewards at the end."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import dataclass
 from math import inf
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from engine.actions.calling.code_call import LoopReplacedError, call_spec_code, is_async, on_main_loop
-from engine.actions.record_filters import in_memory
+from engine.actions.calling.code_call import on_main_loop
 from engine.actions.reward_source import PROGRAM, RewardSource
 from engine.actions.services import EpisodeService
 from engine.errors import SpecCodeError
 from engine.limits import CONTEXT, LIMITS, PROMPT_LIMITS
-from engine.plugins.agents.command import CommandProgram
 from engine.plugins.agents.inbox import Inbox
 from engine.plugins.agents.prefetch import PrefetchingSampler
-from engine.plugins.agents.program import AgentProgram, CoroutineProgram, ProgramBody, ProgramEnd, ServedPrograms
+from engine.plugins.agents.program import AgentProgram, ProgramBody, ProgramEnd, ServedPrograms
 from engine.plugins.agents.rewards import SOURCE, read_end
 from engine.plugins.agents.spec import AgentSpec
-from engine.plugins.agents.wire.requests import ApiError, ModelRequest, Session
+from engine.plugins.agents.wire.requests import ApiError, Session
 from engine.rewards.ledger import REWARD
-from engine.schemas.environment import ProgramSettings
 from engine.schemas.journal import ScoreRecord
 from engine.schemas.limits import Limit
 from engine.schemas.reward import RewardEvent
-from engine.spec.added import spec_facts
-from engine.spec.code.entry import load_entry
 
 if TYPE_CHECKING:
     from engine.actions.action import EpisodeObjects
@@ -37,14 +29,9 @@ if TYPE_CHECKING:
     from engine.actions.services import ServiceInputs
     from engine.episode.episode import Episode
     from engine.plugins.agents.record import AgentRecord
-    from engine.plugins.agents.threads import AgentThreads
     from engine.schemas.environment import Task
     from engine.schemas.episode import EpisodeSpec
     from engine.spec.load import LoadedSpec
-    from engine.tokens.template import ChatTemplate
-
-_GRACE = 5.0
-"""Seconds after its time after which a coroutine that cannot be cancelled is given up."""
 
 
 class AgentRun(AgentProgram):
@@ -139,143 +126,6 @@ class ProgramObjects:
     """The programs that run elsewhere; None: the spec's own program is started."""
 
 
-class AgentStarter:
-    """Starts the programs of one spec.
-
-    Args:
-        loaded: The spec.
-        template: The policy's chat format.
-        code: Runs the spec's code.
-
-    Raises:
-        SpecCodeError: `agent.use` is not a coroutine function.
-        EntryError: It cannot be imported.
-    """
-
-    def __init__(self, loaded: LoadedSpec, template: ChatTemplate, code: Workers) -> None:
-        agent = AgentSpec.section_of(loaded.spec)
-        assert agent is not None
-        self._spec, self._loaded, self._template, self._code = agent, loaded, template, code
-        self._answers = _answers(loaded.spec, loaded.base)
-        self._function = None if self._spec.use is None else load_entry(self._spec.use, loaded.base)
-        if self._function is not None and not is_async(self._function):
-            raise SpecCodeError(
-                f"agent.use: `{self._spec.use}` must be a coroutine function: write `async def`, or start it with "
-                "`run`",
-                blame="spec",
-                kind="agent_not_async",
-            )
-
-    async def start(
-        self,
-        episode: Episode,
-        objects: EpisodeObjects,
-        threads: AgentThreads,
-        bounds: Sequence[tuple[Limit, float]],
-    ) -> AgentRun:
-        """Start the program of an episode, with the limits on its turns.
-
-        Raises:
-            SpecCodeError: It cannot be started.
-        """
-        task: dict[str, Any] = {
-            "id": episode.task.id,
-            "fields": episode.task.fields,
-            "messages": [
-                {"role": message.role, "content": message.plain()["content"]} for message in episode.opening or ()
-            ],
-            "seed": episode.seed,
-        }
-        added = await self._settings(objects)
-        body: ProgramBody
-        program = objects.part(ProgramObjects)
-        if (elsewhere := program.elsewhere) is not None:
-            body = elsewhere.body(episode.id, task | ({"env": added.env} if added.env else {}))
-        elif self._spec.run is not None:
-            if self._spec.sandbox is not None and added.env:
-                raise SpecCodeError(
-                    "the environment gives its program commands that run outside of a sandbox: remove `agent.sandbox`",
-                    blame="spec",
-                    kind="agent_sandboxed",
-                )
-            env = self._spec.env | added.env
-            body = CommandProgram(
-                self._spec.run, self._loaded.base, env, task, episode.id, self._spec.sandbox, self._answers
-            )
-        elif self._function is None:
-            raise SpecCodeError(
-                "`agent` has neither `run` nor `use`: its programs run elsewhere; open episodes with "
-                "`engine serve --api`",
-                blame="spec",
-                kind="agent_elsewhere",
-            )
-        elif added.env:
-            raise SpecCodeError(
-                f"the environment gives its program the variables {', '.join(added.env)}, and `agent.use` has none: "
-                "use `agent.run`",
-                blame="spec",
-                kind="agent_without_variables",
-            )
-        else:
-            body = CoroutineProgram(self._call, task, LoopReplacedError)
-        seconds = min(self._spec.timeout, added.seconds or self._spec.timeout)
-        logprobs = not self._loaded.spec.backend.takes_messages
-        run = AgentRun(self._spec, body, episode, seconds, bounds, logprobs=logprobs)
-        run.inbox.counter = lambda request: self._count(episode, threads, request)
-        program.run = run
-        objects.opened.append(run)
-        try:
-            await run.start()
-        except OSError as error:
-            raise SpecCodeError(
-                f"the program `{self._spec.run}` cannot be started: {error}", blame="spec", kind="agent_not_started"
-            ) from error
-        return run
-
-    async def _settings(self, objects: EpisodeObjects) -> ProgramSettings:
-        """Return what the environment adds to the program."""
-        environment = self._loaded.spec.environment
-        program = getattr(objects.environment, "program", None)
-        if environment is None or not callable(program):
-            return ProgramSettings()
-        settings = await call_spec_code(
-            self._code,
-            program,
-            seconds=environment.timeout,
-            blame="environment",
-            what=f"`{environment.use}`.program",
-        )
-        if not isinstance(settings, ProgramSettings):
-            raise SpecCodeError(
-                f"`{environment.use}`.program returned {type(settings).__name__}; it must return ProgramSettings",
-                blame="environment",
-                kind="environment_bad_reply",
-            )
-        return settings
-
-    def _count(self, episode: Episode, threads: AgentThreads, request: ModelRequest) -> int:
-        """The tokens of the prompt that a request leads to.
-
-        Raises:
-            RenderError: The model cannot be shown it.
-            ImageError: An image cannot be read.
-        """
-        if (vision := self._template.vision) is not None:
-            request = replace(request, messages=in_memory(request.messages, vision))
-        return len(threads.conversation_for(episode, request).prompt())
-
-    async def _call(self, arguments: Mapping[str, Any]) -> Any:
-        assert self._function is not None
-        return await call_spec_code(
-            self._code,
-            partial(self._function, **self._spec.with_, **arguments),
-            seconds=self._spec.timeout + _GRACE,
-            blame="environment",
-            what=f"`{self._spec.use}`",
-            effects=self._spec.effects,
-        )
-
-
 class AgentService(EpisodeService):
     """Opens the episodes of one spec.
 
@@ -363,11 +213,3 @@ def require_reward(episode: Episode, what: str, tail: str = "") -> None:
             blame="environment",
             kind="no_reward",
         )
-
-
-def _answers(spec: EpisodeSpec, base: Path) -> list[Path]:
-    """The files and folders with the tasks of a spec and of its evaluations, and the folder of its runs."""
-    named = [*spec.tasks.files]
-    for tasks in (tasks for facts in spec_facts(spec) for tasks in facts.tasks):
-        named += [str(part["path"]) for part in (tasks, *tasks.get("mix", {}).values()) if "path" in part]
-    return [*(base / path for path in named), Path.cwd() / spec.rollout.out]

@@ -10,12 +10,10 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Awaitable
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from engine.actions.record_filters import in_memory
 from engine.errors import EngineError
 from engine.schemas.base import Struct
 from engine.schemas.generation import GenerateRequest, Generation
@@ -26,11 +24,6 @@ if TYPE_CHECKING:
     from engine.episode.episode import Episode
     from engine.plugins.agents.inbox import Exchange, Inbox
     from engine.plugins.agents.threads import AgentThreads
-
-
-class _Job(Struct, frozen=True, kw_only=True):
-    request: GenerateRequest
-    task: asyncio.Task[Generation]
 
 
 class _Source(Struct, frozen=True, kw_only=True):
@@ -47,7 +40,7 @@ class _Source(Struct, frozen=True, kw_only=True):
 
 class PrefetchingSampler:
     """Samples the replies of one episode, and once it follows the episode's program also those to requests that wait.
-    See `SampledAhead`.
+
 
     Args:
         sampler: Samples replies.
@@ -57,7 +50,8 @@ class PrefetchingSampler:
         self._sampler = sampler
         self.checks_replies = sampler.checks_replies
         self._source: _Source | None = None
-        self._jobs: dict[Exchange, deque[_Job]] = {}
+        self._jobs: dict[Exchange, deque[tuple[GenerateRequest, asyncio.Task[Generation]]]] = {}
+        """What is sampled ahead: the replies of each request that waits."""
         self._stopped: set[Exchange] = set()
         """Requests that a limit stops, as far as is known."""
         self._next = 0
@@ -80,11 +74,9 @@ class PrefetchingSampler:
         if source is None or exchange in self._jobs:
             return
         jobs = self._jobs[exchange] = deque()
-        asked, vision, episode = exchange.request, source.generate.vision, source.episode
+        asked, episode = exchange.request, source.episode
         try:
-            if vision is not None:  # images are stored when its turn comes
-                asked = replace(asked, messages=in_memory(asked.messages, vision))
-            conversation = source.threads.conversation_for(episode, asked)
+            conversation = source.threads.conversation_for(episode, asked, source.generate.vision)
         except EngineError:  # its turn reports it
             return
         if not any(self._jobs.values()):
@@ -99,7 +91,7 @@ class PrefetchingSampler:
             self._next += 1
             task = asyncio.ensure_future(self._sampler.generate(request))
             task.add_done_callback(self._done)
-            jobs.append(_Job(request=request, task=task))
+            jobs.append((request, task))
 
     def _done(self, task: asyncio.Task[Generation]) -> None:
         if not task.cancelled():
@@ -114,13 +106,13 @@ class PrefetchingSampler:
     def is_ready(self, exchange: Exchange) -> bool:
         """Whether the first reply to a request is there, or its turn must come before it can be sampled."""
         jobs = self._jobs.get(exchange)
-        return jobs[0].task.done() if jobs else exchange not in self._stopped
+        return jobs[0][1].done() if jobs else exchange not in self._stopped
 
     def answers(self, exchange: Exchange | None) -> None:
         """Note which request the next turns answer; None: none."""
         if self._current is not None and exchange is not self._current:
-            for job in self._jobs.pop(self._current, ()):
-                job.task.cancel()
+            for _, task in self._jobs.pop(self._current, ()):
+                task.cancel()
         self._current = exchange
         self._asked_at = -1 if self._source is None else self._source.episode.turn
 
@@ -129,17 +121,17 @@ class PrefetchingSampler:
         jobs = None if self._current is None else self._jobs.get(self._current)
         if not jobs:
             return None
-        job = jobs.popleft()
-        if _same(job.request, request):
-            return job.task
-        job.task.cancel()
+        sampled_with, task = jobs.popleft()
+        if _same(sampled_with, request):
+            return task
+        task.cancel()
         return None
 
     def close(self) -> None:
         """Give up all replies that are being sampled."""
         for jobs in self._jobs.values():
-            for job in jobs:
-                job.task.cancel()
+            for _, task in jobs:
+                task.cancel()
         self._jobs.clear()
 
 

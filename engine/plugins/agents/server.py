@@ -13,10 +13,10 @@ import errno
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 from weakref import WeakKeyDictionary
 
@@ -58,16 +58,9 @@ APIS: dict[str, ModelApi] = {api.path: api for api in (CHAT, Responses(), MESSAG
 MODELS_PATH = "/v1/models"
 
 
-class Router(Protocol):
-    """The routes of a service on the same port, such as `engine.plugins.serve.http.JsonService`."""
-
-    async def answer(self, head: RequestHead, connection: ProgramConnection) -> bool:
-        """Answer a request; False: it has no such route, and has read and sent nothing.
-
-        Raises:
-            ApiError: The request is not HTTP, or has no place.
-        """
-        ...
+Router = Callable[[RequestHead, ProgramConnection], Awaitable[bool]]
+"""Answers a request to a service on the same port (`engine.plugins.serve.http.JsonService`); False: it has no such
+route, and has read and sent nothing. Raises ApiError: the request is not HTTP, or has no place."""
 
 
 class Listener:
@@ -281,7 +274,7 @@ class _Service:
 
     async def _answer(self, head: RequestHead) -> None:
         connection, method, path, headers = self._connection, head.method, head.path, head.headers
-        if self._router is not None and await self._router.answer(head, connection):
+        if self._router is not None and await self._router(head, connection):
             return
         anthropic = MESSAGES.required_header in headers or path.startswith(MESSAGES.path)
         self._api = APIS.get(path, MESSAGES if anthropic else CHAT)

@@ -13,6 +13,7 @@ from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote_to_bytes
 
+from engine.actions.record_filters import in_memory
 from engine.errors import SpecCodeError
 from engine.plugins.agents.record import AgentRecord
 from engine.plugins.agents.wire.requests import ModelReply, SampledToken
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from engine.plugins.agents.inbox import Exchange
     from engine.plugins.agents.wire.requests import ModelRequest
     from engine.tokens.conversation import Conversation, ConversationMark
+    from engine.tokens.vision import Vision
 
 ROOT = ""
 """The key of the empty history."""
@@ -287,12 +289,15 @@ class AgentThreads:
             and self._index.keys(new) == self._index.keys(record.messages)
         )
 
-    def conversation_for(self, episode: Episode, request: ModelRequest) -> Conversation:
-        """A conversation with the prompt that a request leads to, if it is attached.
+    def conversation_for(self, episode: Episode, request: ModelRequest, vision: Vision | None) -> Conversation:
+        """A conversation with the prompt that a request leads to, if it is attached. Its images are stored only then.
 
         Raises:
             RenderError: The model cannot be shown it.
+            ImageError: An image cannot be read.
         """
+        if vision is not None:
+            request = replace(request, messages=in_memory(request.messages, vision))
         place = self.find(request)
         mark = None if place.parent is None else self._marks[place.parent]
         return episode.conversation.after(mark, request.messages[place.covered :], request.tools)

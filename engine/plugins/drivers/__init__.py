@@ -1,10 +1,11 @@
 """One run in several processes on Ray: leases of groups, what a driver does, and shards.
 
 spec.py           the section `rollout.drivers`, `rollout.shards`
-hooks.py          what the engine asks; processes.py: the drivers of one spec
+hooks.py          what the engine asks
+processes.py      the drivers of one spec: what they refuse, a run on them with its panel and its result
 leases.py         which driver runs which group, in a file; actors.py, cluster.py: Ray
 session.py, feed.py   what a driver of a run does
-run.py            a run with several drivers; run_command.py: its panel and its summary
+run.py            a run with several drivers, from the cluster to the summary
 driver_runner.py  the episodes of a training or a service on drivers
 shards.py, publisher.py, places.py   finished groups as files in a folder or an object store
 sharded.py, catalogue.py   reads stores and shards as one run

@@ -2,7 +2,7 @@
 
     service = JsonService(token, health=lambda: {"open": 3})
     service.add("POST", "/episodes", open_episode)                  # async (Call) -> Answer; needs the token
-    address = await server_of_loop().listen("127.0.0.1", 0, service)
+    address = await server_of_loop().listen("127.0.0.1", 0, service.answer)
 
 The port is that of the model endpoint (`engine.plugins.agents.server`): a request that no route takes goes to it. A
 handler that raises `ServiceError` is answered with its status; the error has the form `{"error": {"message", "code"}}`.
@@ -105,7 +105,7 @@ class _Route(Struct, frozen=True):
 
 
 class JsonService:
-    """Routes of one service. See `engine.plugins.agents.server.Router`.
+    """Routes of one service. `answer` is an `engine.plugins.agents.server.Router`.
 
     Args:
         token: The bearer token of the service.

@@ -153,7 +153,7 @@ class ServedRun:
 
     async def _listen(self, runner: EpisodeRunner, service: ServedEpisodes | GroupService) -> None:
         server = server_of_loop()
-        address = await server.listen(self._options.host, self._options.port, service.service)
+        address = await server.listen(self._options.host, self._options.port, service.service.answer)
         try:
             self._announce(address)
             progress = (

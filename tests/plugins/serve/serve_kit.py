@@ -93,7 +93,7 @@ async def serving(
     try:
         async with runner.serving():
             service = GroupService(loaded, tasks, form, backend, store, runner, TOKEN, halted.append, **options)
-            address = await server_of_loop().listen("127.0.0.1", 0, service.service)
+            address = await server_of_loop().listen("127.0.0.1", 0, service.service.answer)
             try:
                 yield service, address
             finally:

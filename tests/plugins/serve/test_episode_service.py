@@ -94,7 +94,7 @@ async def serving(spec: Resumed, out: Path) -> AsyncIterator[Client]:
         async with runner.serving():
             await store.plan(tasks, spec.loaded.spec.rollout.samples_per_task)
             service = ServedEpisodes(runner, programs, tasks, store, TOKEN, halted.append)
-            address = await server_of_loop().listen("127.0.0.1", 0, service.service)
+            address = await server_of_loop().listen("127.0.0.1", 0, service.service.answer)
             try:
                 yield Client(address, service)
             finally:

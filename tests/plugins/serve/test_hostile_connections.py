@@ -282,7 +282,7 @@ from engine.plugins.serve.http import JsonService
 if sys.argv[1] == "none left":  # what else the process has open may take the rest
     connection.raise_descriptors = lambda: 1 << 16
 async def main():
-    address = await server_of_loop().listen("127.0.0.1", 0, JsonService("token", lambda: {}))
+    address = await server_of_loop().listen("127.0.0.1", 0, JsonService("token", lambda: {}).answer)
     print(address, resource.getrlimit(resource.RLIMIT_NOFILE)[0], flush=True)
     await asyncio.Event().wait()
 asyncio.run(main())
