@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
-from typing import Any, ClassVar, Literal, NamedTuple, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 from engine.environments.answers import STYLES, Answer, Style, final_number, one_number
 from engine.environments.tools.calculator import evaluate
@@ -32,13 +32,6 @@ _FORMATS: dict[Style, str] = {
 }
 
 
-class Calculation(NamedTuple):
-    """One step of a reference solution."""
-
-    expression: str
-    result: str
-
-
 def gold_answer(task: Task) -> Fraction:
     """The right answer of a task: the number after `####`, or the whole field `answer` if it is one number.
 
@@ -54,10 +47,11 @@ def gold_answer(task: Task) -> Fraction:
     return value
 
 
-def calculations(task: Task) -> list[Calculation]:
-    """The marked steps of the reference solution, in order; empty if the answer is only a number."""
+def calculations(task: Task) -> list[tuple[str, str]]:
+    """Expression and result of each marked step of the reference solution, in order; empty if the answer is only a
+    number."""
     marked = _CALCULATION.findall(str(task.fields["answer"]))
-    return [Calculation(expression.strip(), result.strip()) for expression, result in marked]
+    return [(expression.strip(), result.strip()) for expression, result in marked]
 
 
 class Gsm8k:
@@ -166,20 +160,19 @@ class Grader:
         if earlier >= self._max_hints or self._hint == "none":
             return "Try again."
         if self._hint == "step":
-            steps = [step for step in calculations(task) if not _shows(step, gold)]
+            steps = [step for step in calculations(task) if not _shows(*step, gold)]
             if earlier < len(steps):
-                step = steps[earlier]
-                return f"A step that helps: {step.expression} = {step.result}. Try again."
+                return f"A step that helps: {' = '.join(steps[earlier])}. Try again."
         return f"It is too {'high' if answer.value > gold else 'low'}. Try again."
 
 
-def _shows(step: Calculation, gold: Fraction) -> bool:
+def _shows(expression: str, result: str, gold: Fraction) -> bool:
     """Whether a step shows the right answer: as one of its numbers, or as the value of its expression."""
-    numbers = [one_number(numeral) for numeral in _NUMERAL.findall(f"{step.expression} {step.result}")]
+    numbers = [one_number(numeral) for numeral in _NUMERAL.findall(f"{expression} {result}")]
     if abs(gold) in numbers:
         return True
     try:
-        return evaluate(step.expression) == gold
+        return evaluate(expression) == gold
     except ValueError:
         return False  # not plain arithmetic; its numbers were checked above
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from engine.actions.reward_source import JUDGE, RewardSource, graded
 from engine.episode.episode import Episode, derive_seed
@@ -55,8 +55,13 @@ class Judge(RewardSource):
     async def _judge(self, view: EpisodeView, model: RoleModel, replies: Sequence[str]) -> tuple[RewardEvent, str]:
         """The reward of the newest of `replies`, and the judge's reply."""
         turn = len(replies) - 1
-        prompt = self.prompt(view, replies)
-        fields = self._fields(view, replies)
+        fields = {
+            "task": view.task.fields,
+            "reply": replies[-1],
+            "replies": "\n\n".join(f"Reply {index}:\n{text}" for index, text in enumerate(replies, start=1)),
+            "turn": turn,
+        }
+        prompt = [Message(role=item.role, content=fill(item.content, fields)) for item in self._spec.prompt]
         intended = [own_spans(item.content, fields) for item in self._spec.prompt]
         said = ""
         for attempt in range(self._spec.tries):
@@ -76,20 +81,6 @@ class Judge(RewardSource):
             blame="environment",
             kind="judge_unreadable",
         )
-
-    def prompt(self, view: EpisodeView, replies: Sequence[str]) -> list[Message]:
-        """Return the judge's prompt."""
-        fields = self._fields(view, replies)
-        return [Message(role=item.role, content=fill(item.content, fields)) for item in self._spec.prompt]
-
-    @staticmethod
-    def _fields(view: EpisodeView, replies: Sequence[str]) -> dict[str, Any]:
-        return {
-            "task": view.task.fields,
-            "reply": replies[-1],
-            "replies": "\n\n".join(f"Reply {index}:\n{text}" for index, text in enumerate(replies, start=1)),
-            "turn": len(replies) - 1,
-        }
 
     def read(self, text: str) -> float | None:
         """Return the last number in a text, if it is on the scale."""

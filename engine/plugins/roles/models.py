@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, AsyncExitStack
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -122,14 +122,19 @@ class ModelUser:
 
     def prompt(self, view: EpisodeView, verdict: str = "") -> list[Message]:
         """The model's prompt: the spec's prompt and, if that names neither dialogue nor reply, the dialogue with
-        swapped roles."""
-        dialogue = dialogue_of(view)
+        swapped roles: the policy has the role `user` and speaks first."""
         fields = self._fields(view, verdict)
         prompt = [Message(role=item.role, content=fill(item.content, fields)) for item in self._spec.prompt]
         named = {name for item in self._spec.prompt for name in fields_of(item.content)}
         if named & {"reply", "dialogue"}:
             return prompt
-        return [*prompt, *_changed_over(dialogue, self._spec.opener)]
+        turned = [
+            Message(role="user" if role == "assistant" else "assistant", content=text)
+            for role, text in dialogue_of(view)
+        ]
+        if turned and turned[0].role == "assistant":
+            prompt.append(Message(role="user", content=self._spec.opener))
+        return [*prompt, *turned]
 
     @staticmethod
     def _fields(view: EpisodeView, verdict: str) -> dict[str, Any]:
@@ -166,14 +171,6 @@ def dialogue_of(view: EpisodeView) -> list[tuple[str, str]]:
     if view.turn >= 0 and (not said or said[-1][0] != "assistant"):
         said.append(("assistant", SILENCE))
     return said
-
-
-def _changed_over(dialogue: Sequence[tuple[str, str]], opener: str) -> list[Message]:
-    """The dialogue from the view of the user's model: the policy has the role `user` and speaks first."""
-    turned = [Message(role="user" if role == "assistant" else "assistant", content=text) for role, text in dialogue]
-    if turned and turned[0].role == "assistant":
-        turned.insert(0, Message(role="user", content=opener))
-    return turned
 
 
 def read_marks(text: str, marks: Sequence[Mark]) -> UserTurn:
@@ -289,11 +286,25 @@ class RoleModel:
         Raises:
             SpecCodeError: no reply; the blame is the role's and the kind `<role>_<kind of the backend's error>`.
         """
+        backend, spec = self._served.backend, self._spec
         try:
-            request = self._request(messages, episode_id, turn, seed, intended)
+            prompt = self._format.render(messages, intended=dict(enumerate(intended)))
+            request = GenerateRequest(
+                episode_id=self.request_episode(episode_id),
+                turn=turn,
+                input_ids=np.asarray(prompt, np.int32),
+                sampling=spec.sampling,
+                max_new_tokens=self._room(prompt),
+                stop_token_ids=self._stop,
+                seed=seed,
+                adapter=None if self._served.borrowed or spec.backend is None else spec.backend.adapter_name,
+                base_model=self._base_model,
+                messages=list(messages) if backend.declared.takes_messages else None,
+            )
             async with self._served.slots:
-                with self._timeout():
-                    generation = await self._served.backend.generate(request)
+                outage = backend.outage  # time in which no server is reachable does not count
+                with Deadlines(spec.seconds).begin() if outage is None else outage.clocks.timeout(spec.seconds):
+                    generation = await backend.generate(request)
             if generation.finish.type == "abort":
                 raise self._fault("its backend abandoned the reply", "aborted")
             if generation.text is not None:
@@ -301,7 +312,7 @@ class RoleModel:
             else:
                 parsed = self._format.replies.parse(generation.output_ids, before=request.input_ids, turn=turn)
         except TimeoutError:
-            raise self._fault(f"no answer within {self._spec.seconds:g} s; set its `timeout`", "timeout") from None
+            raise self._fault(f"no answer within {spec.seconds:g} s; set its `timeout`", "timeout") from None
         except SpecCodeError:
             raise
         except EngineError as error:
@@ -310,35 +321,6 @@ class RoleModel:
             raise self._fault(str(error), error.kind) from error
         tokens = len(generation.output_ids)
         return RoleReply(text=without_reasoning(parsed.content), tokens=tokens, cut=generation.finish.type == "length")
-
-    def _request(
-        self,
-        messages: Sequence[Message],
-        episode_id: str,
-        turn: int,
-        seed: int,
-        intended: Sequence[IntendedTokens],
-    ) -> GenerateRequest:
-        prompt = self._format.render(messages, intended=dict(enumerate(intended)))
-        sends_messages = self._served.backend.declared.takes_messages
-        request_id = self.request_episode(episode_id)
-        return GenerateRequest(
-            episode_id=request_id,
-            turn=turn,
-            input_ids=np.asarray(prompt, np.int32),
-            sampling=self._spec.sampling,
-            max_new_tokens=self._room(prompt),
-            stop_token_ids=self._stop,
-            seed=seed,
-            adapter=None if self._served.borrowed or self._spec.backend is None else self._spec.backend.adapter_name,
-            base_model=self._base_model,
-            messages=list(messages) if sends_messages else None,
-        )
-
-    def _timeout(self) -> AbstractContextManager[object]:
-        """The deadline of one answer. Time in which no server is reachable does not count."""
-        outage = self._served.backend.outage
-        return Deadlines(self._spec.seconds).begin() if outage is None else outage.clocks.timeout(self._spec.seconds)
 
     def _room(self, prompt: Sequence[int] | np.ndarray) -> int:
         contexts = [self._format.context, self._served.backend.context]

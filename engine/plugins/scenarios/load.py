@@ -13,7 +13,6 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,11 +28,10 @@ from engine.spec.resolve import MAX_BYTES
 from engine.spec.rows.row import Row
 from engine.spec.tasks import load_tasks, task_of
 from engine.spec.text.diagnostic import SET_FILE, DataPath, Diagnostic, Origin
+from engine.spec.text.near import near_or_known
 from engine.validate import refuse_first_tasks
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from engine.machine.machine import ResolvedMachine
     from engine.schemas.environment import Task
     from engine.spec.access import Access
@@ -183,7 +181,7 @@ class ScenarioSpecs:
             return tasks[0]
         task = next((task for task in tasks if task.id == wanted), None)
         if task is None:
-            fix = _near(wanted, [task.id for task in tasks])
+            fix = near_or_known(wanted, [task.id for task in tasks], cutoff=0.5)
             message = f"the spec has no task `{wanted}`"
             raise SpecError([Diagnostic("scenario.unknown-task", "error", message, fix, place)])
         return task
@@ -241,7 +239,12 @@ def _misfits(loaded: LoadedSpec, machine: ResolvedMachine, scenario: Scenario) -
     named += [(("expect", "states", position), name) for position, name in enumerate(scenario.expect.states or [])]
     for path, name in named:
         if name not in machine.states:
-            yield "unknown-state", f"there is no state `{name}`", _near(name, machine.states), path
+            yield (
+                "unknown-state",
+                f"there is no state `{name}`",
+                near_or_known(name, list(machine.states), cutoff=0.5),
+                path,
+            )
     for name in scenario.steps:
         action = machine.states[name].action or "" if name in machine.states else "step"
         if action != "step" and ":" not in action:
@@ -266,18 +269,11 @@ def check_tools(offered: Sequence[str], scenarios: ScenarioSet, index: int) -> N
     problems = []
     for position, result in enumerate(scenarios.file.scenarios[index].tools):
         if result.tool not in offered:
-            message, fix = f"there is no tool `{result.tool}`", _near(result.tool, offered)
+            message, fix = f"there is no tool `{result.tool}`", near_or_known(result.tool, offered, cutoff=0.5)
             place = scenarios.origin(index, "tools", position, "tool")
             problems.append(Diagnostic("scenario.unknown-tool", "error", message, fix, place))
     if problems:
         raise SpecError(problems)
-
-
-def _near(name: str, known: Iterable[str]) -> str:
-    names = list(known)
-    near = get_close_matches(name, names, n=1, cutoff=0.5)
-    shown = ", ".join(names[:8]) + (", …" if len(names) > 8 else "")
-    return f"did you mean `{near[0]}`?" if near else f"known: {shown or 'none'}"
 
 
 def scenario_problems(

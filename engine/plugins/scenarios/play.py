@@ -32,7 +32,7 @@ from engine.actions.toolbox import BoundTool, Toolbox
 from engine.backends.backend import SlotSampler
 from engine.backends.scripted import ScriptedBackend
 from engine.backends.slots import Slots
-from engine.episode.compiled import CompiledSpec, compile_spec
+from engine.episode.compiled import compile_spec
 from engine.episode.executor import Executor
 from engine.errors import EngineError, SpecCodeError
 from engine.limits import EPISODE_SECONDS
@@ -69,10 +69,6 @@ THREADS = 8
 """Maximum number of threads for the synchronous code of a scenario's spec."""
 
 
-class _InvalidAnswer:
-    """An answer that no environment, tool or user may return: JSON cannot hold it."""
-
-
 def _faulted(fault: ScriptedFault, blame: Blame, what: str) -> Any:
     """Raise the failure that the scenario scripts, or give an answer that is invalid."""
     if fault.timeout:
@@ -81,7 +77,7 @@ def _faulted(fault: ScriptedFault, blame: Blame, what: str) -> Any:
         )
     if fault.error is not None:
         raise RuntimeError(fault.error)
-    return _InvalidAnswer()
+    return object()  # which JSON cannot hold, so no environment, tool or user may return it
 
 
 def _scripted_answer(answer: Any, model: type[BaseModel] | None, blame: Blame, what: str, *_: Any) -> Any:
@@ -135,17 +131,15 @@ class ScriptedTools:
 
     def bind(self, tools: Mapping[str, BoundTool]) -> Toolbox:
         """Return the tools with the same schemas; for a scripted tool, scripted results are used first."""
-        scripted_names = {result.tool for result in self._results}
         bound = dict(tools)
-        for name in scripted_names & tools.keys():
-            tool = tools[name]
-            if isinstance(tool.function, HostedTool):
-                function: Callable[..., Any] | HostedTool = _ScriptedHostedTool(
-                    self, tool.function, name, self._workers
-                )
-            else:
-                function = self._in_process(tool, tool.function)
-            bound[name] = BoundTool(function, tool.shape, tool.seconds, tool.effects)
+        for name in {result.tool for result in self._results} & tools.keys():
+            tool, function = tools[name], tools[name].function
+            scripted = (
+                _ScriptedHostedTool(self, function, name, self._workers)
+                if isinstance(function, HostedTool)
+                else self._in_process(tool, function)
+            )
+            bound[name] = BoundTool(scripted, tool.shape, tool.seconds, tool.effects)
         return Toolbox(list(bound.values()), self._workers)
 
     def _in_process(self, tool: BoundTool, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -337,15 +331,23 @@ async def play(
     executor = Executor(compiled, watch=watcher, filters=record_filters(loaded.spec, template, services, storer))
     journal = MemoryJournal()
 
-    def prepare(objects: EpisodeObjects) -> None:
-        check_tools(list(objects.toolbox.tools) if objects.toolbox else [], scenarios, index)
-        script_objects(objects, scenario, workers)
-
+    broken: EngineError | None = None
     async with AsyncExitStack() as ending:
         for service in services:
             ending.push_async_callback(service.close)
             await service.start([backend])
-        trajectory = await _episode(compiled, executor, builder, prepare, task, scenario.sample, journal)
+        try:
+            objects = await builder.open(task)
+        except EngineError as error:  # a failure of the episode
+            objects, broken = builder.none(), error
+        ending.push_async_callback(builder.close, objects)
+        if broken is None:
+            check_tools(list(objects.toolbox.tools) if objects.toolbox else [], scenarios, index)
+            script_objects(objects, scenario, workers)
+        episode = compiled.episode(task, scenario.sample, objects.toolbox.schemas if objects.toolbox else [])
+        if broken is None or not await executor.fail(episode, journal, broken):
+            await executor.run(episode, objects, journal)
+        trajectory = episode.trajectory("scenario", exact=True)
     return Played(
         trajectory=trajectory,
         limits=[entry.record.limit for entry in journal.entries if isinstance(entry.record, LimitRecord)],
@@ -353,32 +355,6 @@ async def play(
         taken=watcher.taken,
         prompt=prompt_length(loaded.spec, task),
     )
-
-
-async def _episode(
-    compiled: CompiledSpec,
-    executor: Executor,
-    builder: ObjectBuilder,
-    prepare: Callable[[EpisodeObjects], None],
-    task: Task,
-    sample: int,
-    journal: MemoryJournal,
-) -> Trajectory:
-    """Run an episode to its end. Objects that cannot be built are a failure of the episode."""
-    broken: EngineError | None = None
-    try:
-        objects = await builder.open(task)
-    except EngineError as error:
-        objects, broken = builder.none(), error
-    try:
-        if broken is None:
-            prepare(objects)
-        episode = compiled.episode(task, sample, objects.toolbox.schemas if objects.toolbox else [])
-        if broken is None or not await executor.fail(episode, journal, broken):
-            await executor.run(episode, objects, journal)
-        return episode.trajectory("scenario", exact=True)
-    finally:
-        await builder.close(objects)
 
 
 def prompt_length(spec: EpisodeSpec, task: Task) -> int:

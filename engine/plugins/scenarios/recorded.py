@@ -33,20 +33,24 @@ from engine.store.private import whole_file
 if TYPE_CHECKING:
     from engine.store.reader import RunReader
 
-_ELSEWHERE = (
-    "backend",
-    "rollout.concurrency",
-    "rollout.live_episodes",
-    "rollout.drivers",
-    "rollout.shards",
-    "rollout.out",
-    "rollout.samples_per_task",
-    "rollout.max_cost",
-    "train",
-    "notify",
-    "traces",
+_ELSEWHERE = tuple(
+    f"{key}{end}"
+    for key in (
+        "backend",
+        "rollout.concurrency",
+        "rollout.live_episodes",
+        "rollout.drivers",
+        "rollout.shards",
+        "rollout.out",
+        "rollout.samples_per_task",
+        "rollout.max_cost",
+        "train",
+        "notify",
+        "traces",
+    )
+    for end in ".="
 )
-"""Keys of a spec that change nothing of a scenario."""
+"""How overrides begin that change nothing of a scenario."""
 _BREAKS = re.compile("[\r\x85\u2028\u2029]")
 """Line breaks that a block of YAML would change."""
 
@@ -159,8 +163,8 @@ def _written(
     """The scenario as plain values, and notes."""
     trajectory = store.trajectory(episode_id)
     journal = store.journal(episode_id)
-    changes = changes_of(store.header.overrides, folder)
-    loaded = load_spec(spec, [*_as_overrides(changes, folder), "backend={kind: scripted, replies: []}"])
+    overrides = [override for override in store.header.overrides if not override.startswith(_ELSEWHERE)]
+    loaded = load_spec(spec, [*overrides, "backend={kind: scripted, replies: []}"])
     template = formats.of(loaded.spec.model, loaded.base)
     script = ScriptWriter(loaded, template, store, everything=everything)
     stored = store.task(trajectory.task_id)
@@ -170,7 +174,7 @@ def _written(
         "about": ". ".join([f"Recorded by engine {store.header.engine_version}", *script.notes]) + ".",
         "task": task_of_scenario(stored, loaded, store),
         "sample": trajectory.sample_index,
-        "set": changes,
+        "set": changes_of(overrides, folder),
         **scripted,
         "expect": expected_of(trajectory, journal, loaded, script, stored),
     }
@@ -179,28 +183,15 @@ def _written(
 
 
 def changes_of(overrides: Sequence[str], folder: Path) -> dict[str, Any]:
-    """The values of `--set` of a run that matter to a scenario; paths that exist are relative to the file's folder."""
+    """Values of `--set` by key; paths that exist are relative to the file's folder."""
     changes: dict[str, Any] = {}
     for override in overrides:
         key, _, text = override.partition("=")
-        if any(key == name or key.startswith(f"{name}.") for name in _ELSEWHERE):
-            continue
         value = yaml.safe_load(text) if text else ""
         if isinstance(value, str) and value and not Path(value).is_absolute() and Path(value).exists():
             value = os.path.relpath(Path(value).absolute(), folder)
         changes[key] = value
     return changes
-
-
-def _as_overrides(changes: dict[str, Any], folder: Path) -> list[str]:
-    """The same for `load_spec`, whose paths are relative to the current folder."""
-    overrides = []
-    for key, value in changes.items():
-        if isinstance(value, str) and value and not Path(value).is_absolute() and (folder / value).exists():
-            value = str(folder / value)
-        text = yaml.safe_dump(value, default_flow_style=True, width=2**20)
-        overrides.append(f"{key}={text.removesuffix(chr(10)).removesuffix('...').strip()}")
-    return overrides
 
 
 def _played(spec: Path, text: str, folder: Path, formats: Formats) -> str:

@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from operator import eq
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -84,14 +85,10 @@ def compare(expect: Expectation, played: Played) -> list[Mismatch]:
 # ---- lists
 
 
-def _same(expected: object, actual: object) -> bool:
-    return expected == actual
-
-
 def align(
     expected: Sequence[_Expected],
     actual: Sequence[_Actual],
-    fits: Callable[[_Expected, _Actual], bool] = _same,
+    fits: Callable[[_Expected, _Actual], bool] = eq,
     show_expected: Callable[[_Expected], list[str]] = lambda item: [str(item)],
     show_actual: Callable[[_Actual], list[str]] = lambda item: [str(item)],
 ) -> list[Line]:
@@ -148,44 +145,37 @@ def _failure(expected: ExpectedFailure | None, actual: Failure | None) -> list[L
     if expected is None or actual is None:
         stated = {} if expected is None else expected.model_dump(exclude_none=True)
         wanted = ", ".join(f"{name} {value}" for name, value in stated.items()) or "any"
-        wanted = f"failure: {'none' if expected is None else wanted}"
-        came = f"failure: {actual.kind} (blame {actual.blame}) in {actual.state}, turn {actual.turn}" if actual else ""
-        lines: list[Line] = [("-", wanted), ("+", came or "failure: none")]
-        return lines + ([("+", f"  {line}") for line in actual.message.splitlines()] if actual else [])
+        lines: list[Line] = [("-", f"failure: {'none' if expected is None else wanted}")]
+        if actual is None:
+            return [*lines, ("+", "failure: none")]
+        came = f"failure: {actual.kind} (blame {actual.blame}) in {actual.state}, turn {actual.turn}"
+        return [*lines, ("+", came), *(("+", f"  {line}") for line in actual.message.splitlines())]
     lines = []
     for name in ("kind", "blame", "state", "turn"):
         if (wanted_value := getattr(expected, name)) is not None:
             lines += _field(f"failure.{name}", wanted_value, getattr(actual, name))
     if expected.contains is not None:
-        same = expected.contains in actual.message
-        lines += _pair(
-            same,
-            f"failure.message contains {_quoted(expected.contains)}",
-            f"failure.message: {_quoted(actual.message)}",
-        )
+        wanted, came = f"failure.message contains {_quoted(expected.contains)}", _quoted(actual.message)
+        lines += _pair(expected.contains in actual.message, wanted, f"failure.message: {came}")
     return lines
 
 
 def _rewards(expected: Sequence[TurnRewards], actual: Sequence[dict[str, float]]) -> list[Line]:
     lines: list[Line] = []
-    for turn in range(max(len(expected), len(actual))):
-        came = actual[turn] if turn < len(actual) else None
-        shown = f"turn {turn}: {_named(came)}" if came is not None else ""
-        if turn >= len(expected):
-            lines.append(("+", shown))
-            continue
-        wanted = expected[turn]
-        if came is None:
-            lines.append(("-", f"turn {turn}: {_wanted(wanted)}"))
-        elif isinstance(wanted, int | float):
+    for turn, (wanted, came) in enumerate(zip(expected, actual, strict=False)):
+        if isinstance(wanted, int | float):
             total = sum(came.values())
-            words = f"turn {turn}: {_number(total)}" + (f" ({_named(came)})" if came else "")
-            lines += _pair(_close(wanted, total), f"turn {turn}: {_number(wanted)}", words)
+            shown = _number(total) + (f" ({_named(came)})" if came else "")
+            same = _close(wanted, total)
         else:
+            shown = _named(came)
             same = wanted is None or all(
                 _close(wanted.get(name, 0.0), came.get(name, 0.0)) for name in {*wanted, *came}
             )
-            lines += _pair(same, f"turn {turn}: {_wanted(wanted)}", shown)
+        lines += _pair(same, f"turn {turn}: {_wanted(wanted)}", f"turn {turn}: {shown}")
+    both = min(len(expected), len(actual))
+    lines += [("-", f"turn {turn}: {_wanted(wanted)}") for turn, wanted in enumerate(expected[both:], both)]
+    lines += [("+", f"turn {turn}: {_named(came)}") for turn, came in enumerate(actual[both:], both)]
     return lines
 
 
