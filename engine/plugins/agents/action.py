@@ -7,6 +7,7 @@ the recorded ones.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -29,7 +30,6 @@ from engine.plugins.agents.inbox import Exchange
 from engine.plugins.agents.program import CoroutineProgram, ProgramBody, ProgramEnd
 from engine.plugins.agents.record import AgentRecord
 from engine.plugins.agents.rewards import SOURCE
-from engine.plugins.agents.server import now
 from engine.plugins.agents.spec import AgentSpec
 from engine.plugins.agents.threads import AgentThreads, newest_reply
 from engine.plugins.agents.wire.requests import ApiError, Replies
@@ -251,7 +251,7 @@ class RunAgentAction(Action):
                 rewards=run.inbox.take_rewards(),
                 unreceived=run.inbox.unreceived,
             )
-        run.answer(Replies(id=f"{episode.id}-{exchange.turns[0]}", created=now(), replies=exchange.replies))
+        run.answer(Replies(id=f"{episode.id}-{exchange.turns[0]}", created=int(time.time()), replies=exchange.replies))
         if run.ahead is not None:
             run.ahead.answers(None)
         return None

@@ -42,13 +42,14 @@ class Exchange:
     """The turns of its replies so far."""
     readers: int = 0
     """Connections that have its replies, or wait for them."""
-    lost: Callable[[Exchange], None] | None = None
+    unheard: dict[Exchange, None] = field(default_factory=dict)
+    """Where it is noted if nobody received its replies."""
 
     def leave(self) -> None:
         """Note that one of its connections was closed before it had the whole answer."""
         self.readers -= 1
-        if not self.readers and self.lost is not None:
-            self.lost(self)
+        if not self.readers:
+            self.unheard[self] = None
 
 
 class Inbox:
@@ -105,7 +106,7 @@ class Inbox:
         if exchange is None and headers.get(RETRY_COUNT, "0") != "0":
             exchange = self._known.get(name)
         if exchange is None:
-            exchange = Exchange(request, name, asyncio.get_running_loop().create_future(), lost=self._lost)
+            exchange = Exchange(request, name, asyncio.get_running_loop().create_future(), unheard=self._unheard)
             exchange.answer.add_done_callback(lambda done: done.cancelled() or done.exception())
             self._known[name] = exchange
             if retry_key:
@@ -159,9 +160,6 @@ class Inbox:
     def unreceived(self) -> list[int]:
         """The turns whose replies nobody received, as far as is known now, in order."""
         return sorted(turn for exchange in self._unheard for turn in exchange.turns)
-
-    def _lost(self, exchange: Exchange) -> None:
-        self._unheard[exchange] = None
 
     @property
     def closed(self) -> bool:

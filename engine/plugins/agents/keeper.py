@@ -122,20 +122,20 @@ def _guard(program: dict[str, Any], reports: int, output: int) -> NoReturn:
         os.close(output)
         theirs.close()
         _say(reports, pid=pid)
-        status, keeper, full = None, os.getppid(), False
+        statuses, keeper, full = dict[int, int](), os.getppid(), False
         folder, poll = SentFolder(ours), _LOOK if "files" in program else _POLL
-        while status is None:
+        while pid not in statuses:
             ready, _, _ = select.select([reports, wake], [], [], poll)
             if "files" in program:
                 full = folder.files() > program["files"]
             if wake in ready:
                 os.read(wake, 4096)
-                status = _reap(pid)
+                _reap(statuses)
             if reports in ready or full or os.getppid() != keeper:
                 break
         send_signal(pid, group=True)
-        left = _kill_all()
-        status = left.get(pid, -signal.SIGKILL) if status is None else status
+        _kill_all(statuses)
+        status = statuses.get(pid, -signal.SIGKILL)
         reward = None if folder.opened < 0 else read_small(REWARD, _MOST_REWARD, folder.opened)
         _say(reports, status=status, full=full, reward=None if reward is None else reward.decode("utf-8", "replace"))
     finally:
@@ -173,30 +173,21 @@ def _say(reports: int, **message: Any) -> None:
             line = line[os.write(reports, line) :]
 
 
-def _reap(pid: int) -> int | None:
-    """Wait for the processes that have ended; the exit status of the program if it is one of them."""
-    status = None
-    while True:
-        try:
-            ended, code = os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:
-            return status
-        if ended == 0:
-            return status
-        if ended == pid:
-            status = os.waitstatus_to_exitcode(code)
+def _reap(statuses: dict[int, int]) -> bool:
+    """Wait for the processes that have ended, and note their exit statuses; False if there is no child."""
+    try:
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            statuses[ended[0]] = os.waitstatus_to_exitcode(ended[1])
+    except ChildProcessError:
+        return False
+    return True
 
 
-def _kill_all() -> dict[int, int]:
-    """Kill all descendants until there is no child; the exit statuses of those that this process waited for."""
-    statuses: dict[int, int] = {}
+def _kill_all(statuses: dict[int, int]) -> None:
+    """Kill all descendants until there is no child, and note the exit statuses of those that this process waited
+    for."""
     deadline = time.monotonic() + _LONGEST
-    while time.monotonic() < deadline:
-        try:
-            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-                statuses[ended[0]] = os.waitstatus_to_exitcode(ended[1])
-        except ChildProcessError:  # an orphan would be a child, so there is no descendant
-            return statuses
+    while time.monotonic() < deadline and _reap(statuses):  # an orphan would be a child, so no child is no descendant
         stopped: set[int] = set()
         while new := _descendants() - stopped:  # stop them first, so that none starts others
             for pid in new:
@@ -205,7 +196,6 @@ def _kill_all() -> dict[int, int]:
         for pid in stopped:
             send_signal(pid)
         time.sleep(0.001)
-    return statuses
 
 
 def _descendants() -> set[int]:

@@ -12,7 +12,6 @@ import asyncio
 import errno
 import os
 import socket
-import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -347,11 +346,6 @@ class _Service:
     async def _error(self, fault: ApiError) -> None:
         headers = {"retry-after": "1"} if fault.status == 429 else {"x-should-retry": "false"}
         await self._connection.json(fault.status, self._api.fault(fault), headers)
-
-
-def now() -> int:
-    """The time for `created`, in whole seconds."""
-    return int(time.time())
 
 
 def one_model(name: str, session: Session, *, anthropic: bool) -> dict[str, Any]:

@@ -6,6 +6,7 @@ Pure: it reads text and returns what the image adds to its base.
 from __future__ import annotations
 
 import json
+import posixpath
 import re
 import shlex
 from collections.abc import Iterator
@@ -201,15 +202,9 @@ def _filled(text: str, image: ImageFiles, line: int) -> str:
 
 def _place(path: str, workdir: str, line: int) -> str:
     """An absolute path without `.` and `..`, in a folder that tasks may write."""
-    parts: list[str] = []
-    for part in PurePosixPath(workdir, path).parts[1:]:
-        if part == "..":
-            parts = parts[:-1]
-        elif part != ".":
-            parts.append(part)
-    place = "/" + "/".join(parts)
+    place = "/" + posixpath.normpath(posixpath.join(workdir, path)).lstrip("/")
     if own_folder(place):
-        raise DockerfileError(f"{place} is in /{parts[0]}, which is the sandbox's own", line)
+        raise DockerfileError(f"{place} is in /{place.split('/')[1]}, which is the sandbox's own", line)
     return place
 
 
