@@ -288,19 +288,7 @@ class RoleModel:
         """
         backend, spec = self._served.backend, self._spec
         try:
-            prompt = self._format.render(messages, intended=dict(enumerate(intended)))
-            request = GenerateRequest(
-                episode_id=self.request_episode(episode_id),
-                turn=turn,
-                input_ids=np.asarray(prompt, np.int32),
-                sampling=spec.sampling,
-                max_new_tokens=self._room(prompt),
-                stop_token_ids=self._stop,
-                seed=seed,
-                adapter=None if self._served.borrowed or spec.backend is None else spec.backend.adapter_name,
-                base_model=self._base_model,
-                messages=list(messages) if backend.declared.takes_messages else None,
-            )
+            request = self._request(messages, episode_id, turn, seed, intended)
             async with self._served.slots:
                 outage = backend.outage  # time in which no server is reachable does not count
                 with Deadlines(spec.seconds).begin() if outage is None else outage.clocks.timeout(spec.seconds):
@@ -321,6 +309,29 @@ class RoleModel:
             raise self._fault(str(error), error.kind) from error
         tokens = len(generation.output_ids)
         return RoleReply(text=without_reasoning(parsed.content), tokens=tokens, cut=generation.finish.type == "length")
+
+    def _request(
+        self,
+        messages: Sequence[Message],
+        episode_id: str,
+        turn: int,
+        seed: int,
+        intended: Sequence[IntendedTokens],
+    ) -> GenerateRequest:
+        prompt = self._format.render(messages, intended=dict(enumerate(intended)))
+        served, spec = self._served, self._spec
+        return GenerateRequest(
+            episode_id=self.request_episode(episode_id),
+            turn=turn,
+            input_ids=np.asarray(prompt, np.int32),
+            sampling=spec.sampling,
+            max_new_tokens=self._room(prompt),
+            stop_token_ids=self._stop,
+            seed=seed,
+            adapter=None if served.borrowed or spec.backend is None else spec.backend.adapter_name,
+            base_model=self._base_model,
+            messages=list(messages) if served.backend.declared.takes_messages else None,
+        )
 
     def _room(self, prompt: Sequence[int] | np.ndarray) -> int:
         contexts = [self._format.context, self._served.backend.context]
