@@ -90,7 +90,11 @@ def validate(document: Document, model: type[Model]) -> tuple[Model | None, list
         attach(value, sections)
         return value, []
     if not as_text:
-        return None, _one_for_each_plugin(sorted(problems, key=lambda problem: problem.place))
+        by_plugin: dict[str | Diagnostic, Diagnostic] = {}  # of a plugin that is not installed, the first key
+        for problem in sorted(problems, key=lambda problem: problem.place):
+            names_plugin = problem.fix is not None and problem.fix.startswith(BELONGS)
+            by_plugin.setdefault(problem.fix if names_plugin and problem.fix else problem, problem)
+        return None, list(by_plugin.values())
     for path in as_text:
         owner = document.data
         for key in path[:-1]:
@@ -116,15 +120,6 @@ def _part(
         return None, *diagnose(error, model, document, at, root)
 
 
-def _one_for_each_plugin(problems: Sequence[Diagnostic]) -> list[Diagnostic]:
-    """Of the keys of a plugin that is not installed, only the first is reported."""
-    by_plugin: dict[str | Diagnostic, Diagnostic] = {}
-    for problem in problems:
-        names_plugin = problem.fix is not None and problem.fix.startswith(BELONGS)
-        by_plugin.setdefault(problem.fix if names_plugin and problem.fix else problem, problem)
-    return list(by_plugin.values())
-
-
 def place_inside(value: str, offset: int, lines: list[str], start: Origin) -> Origin:
     """Where the character at `offset` of a value was written; blanks and breaks match any others."""
     row, column = start.line - 1, start.column - 1
@@ -132,21 +127,17 @@ def place_inside(value: str, offset: int, lines: list[str], start: Origin) -> Or
         row, column = row + 1, 0
     elif row < len(lines) and lines[row][column : column + 1] in ("'", '"'):
         column += 1
-    for character in value[: offset + 1].rstrip() if offset < len(value) else value:
-        if character.isspace():
-            continue
-        while row < len(lines):
-            at = lines[row].find(character, column)
-            if at >= 0 and not lines[row][column:at].strip():
-                column = at
-                break
-            if at < 0 and lines[row][column:].strip():
-                return start  # the source says something else: a variable, an escape
-            if at >= 0:
-                return start
-            row, column = row + 1, 0
-        if row >= len(lines):
-            return start
-        column += 1
+    first_row, first_column = row, column
+    places = (
+        (number, at)
+        for number in range(first_row, len(lines))
+        for at in range(first_column if number == first_row else 0, len(lines[number]))
+        if not lines[number][at].isspace()
+    )
     at_end = offset >= len(value)
-    return Origin(start.file, row + 1, column + (1 if at_end else 0) or 1, start.via)
+    for character in "".join(value[: None if at_end else offset + 1].split()):
+        place = next(places, None)
+        if place is None or lines[place[0]][place[1]] != character:
+            return start  # the source says something else: a variable, an escape
+        row, column = place[0], place[1] + 1
+    return Origin(start.file, row + 1, column + at_end or 1, start.via)

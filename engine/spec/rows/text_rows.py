@@ -48,9 +48,9 @@ class _TextRows(Rows):
     @abstractmethod
     def _fields(self, file: int, record: Any, number: int, origin: Origin) -> Any: ...
 
-    @abstractmethod
-    def _record(self, data: bytes, number: int, origin: Origin) -> Any:
-        """The record in the bytes of one row."""
+    def _record(self, data: bytes, origin: Origin) -> Any:
+        """What `_records` gives for these bytes, which may end with blank lines."""
+        return data
 
     def __len__(self) -> int:
         self._indexed()
@@ -77,9 +77,7 @@ class _TextRows(Rows):
             raise RowFault("the file has changed since its rows were counted", origin, "tasks.bad-file")
         data = os.pread(handle, offsets[at + 1] - offsets[at], offsets[at])
         number = position + 1
-        return Row(
-            number=number, fields=self._fields(file, self._record(data, number, origin), number, origin), origin=origin
-        )
+        return Row(number=number, fields=self._fields(file, self._record(data, origin), number, origin), origin=origin)
 
     def _indexed(self) -> list[tuple[array[int], array[int]]]:
         with self._lock:
@@ -115,12 +113,10 @@ class JsonlRows(_TextRows):
                 yield offset, line, data
             offset += len(data)
 
-    def _record(self, data: bytes, number: int, origin: Origin) -> bytes:
-        return data.partition(b"\n")[0]
-
     def _fields(self, file: int, record: bytes, number: int, origin: Origin) -> Any:
         try:
-            return json.loads(record.decode("utf-8-sig" if origin.line == 1 else "utf-8").rstrip())
+            text = record.partition(b"\n")[0].decode("utf-8-sig" if origin.line == 1 else "utf-8")
+            return json.loads(text.rstrip())
         except UnicodeDecodeError as error:
             raise RowFault(f"row {number} is not UTF-8 (byte {error.start})", origin) from error
         except json.JSONDecodeError as error:
@@ -170,17 +166,13 @@ class CsvRows(_TextRows):
             if headed:
                 yield offset, line, cells
             else:
-                self._set_names(file, cells, Origin(path, line, 1))
-                headed = True
+                double = next((name for at, name in enumerate(cells) if name in cells[:at]), None)
+                if double is not None or "" in cells:
+                    what = f"the column `{double}` twice" if double else "a column without a name"
+                    raise RowFault(f"the first row has {what}", Origin(path, line, 1), "tasks.bad-file")
+                self._names[file], headed = cells, True
 
-    def _set_names(self, file: int, names: list[str], origin: Origin) -> None:
-        double = next((name for at, name in enumerate(names) if name in names[:at]), None)
-        if double is not None or "" in names:
-            what = f"the column `{double}` twice" if double else "a column without a name"
-            raise RowFault(f"the first row has {what}", origin, "tasks.bad-file")
-        self._names[file] = names
-
-    def _record(self, data: bytes, number: int, origin: Origin) -> list[str]:
+    def _record(self, data: bytes, origin: Origin) -> list[str]:
         file = next(at for at, path in enumerate(self._files) if str(path) == origin.file)
         return next(self._reader((line.decode() for line in BytesIO(data)), file))
 
