@@ -32,8 +32,8 @@ _MISSING_COMMA = re.compile(r"""(?<=[\w"'\]}])( +)(?=[A-Za-z_][\w-]*: )""")
 _OPENERS = {"{": "}", "[": "]"}
 
 
-class YamlCause(Struct, frozen=True, kw_only=True):
-    """What is probably wrong."""
+class YamlRepair(Struct, frozen=True, kw_only=True):
+    """A probable mistake: where it is, what it is, and how to correct it."""
 
     message: str
     fix: str
@@ -41,30 +41,26 @@ class YamlCause(Struct, frozen=True, kw_only=True):
     """From 1."""
     column: int
     """From 1."""
-
-
-class _Repair(Struct, frozen=True, kw_only=True):
-    cause: YamlCause
     lines: dict[int, str]
-    """The lines that it replaces, by index."""
+    """The lines that the correction replaces, by index."""
     usual: bool = True
     """Whether the result is usual: indented by a multiple of 2. Another repair is preferred to one that is not."""
 
 
-def likely_cause(lines: list[str], failed: int) -> YamlCause | None:
+def likely_cause(lines: list[str], failed: int) -> YamlRepair | None:
     """Return the likely cause of a syntax error at the line of index `failed`; None if no repair helps."""
     if sum(map(len, lines)) > MAX_CHARACTERS:
         return None
-    unusual: YamlCause | None = None
-    further: YamlCause | None = None
+    unusual: YamlRepair | None = None
+    further: YamlRepair | None = None
     for repair in islice(_repairs(lines, failed), MAX_REPAIRS):
         stopped = _stops([repair.lines.get(at, line) for at, line in enumerate(lines)])
         if stopped is None and repair.usual:
-            return repair.cause
+            return repair
         if stopped is None:
-            unusual = unusual or repair.cause
+            unusual = unusual or repair
         elif stopped > failed + 1 and further is None:
-            further = repair.cause
+            further = repair
     return unusual or further
 
 
@@ -84,7 +80,7 @@ def _stops(lines: list[str]) -> int | None:
     return None
 
 
-def _repairs(lines: list[str], failed: int) -> Iterator[_Repair]:
+def _repairs(lines: list[str], failed: int) -> Iterator[YamlRepair]:
     last = min(failed, len(lines) - 1)
     near = range(last, max(-1, last - MAX_LINES), -1)
     for at in near:
@@ -100,21 +96,21 @@ def _repairs(lines: list[str], failed: int) -> Iterator[_Repair]:
             yield from _quotes(lines, at)
 
 
-def _quotes(lines: list[str], at: int) -> Iterator[_Repair]:
+def _quotes(lines: list[str], at: int) -> Iterator[YamlRepair]:
     """A quote that is not closed in its line."""
     opened = _open_quote(lines[at])
     if opened is None:
         return
     column, quote = opened
     line = lines[at].rstrip()
-    cause = YamlCause(
-        message="a quote is opened here and not closed",
-        fix=f"close it with {quote} in the same line",
-        line=at + 1,
-        column=column + 1,
-    )
     for end in (len(line), *(index for index in range(len(line) - 1, column, -1) if line[index] in ",}]")):
-        yield _Repair(cause=cause, lines={at: line[:end] + quote + line[end:]})
+        yield YamlRepair(
+            message="a quote is opened here and not closed",
+            fix=f"close it with {quote} in the same line",
+            line=at + 1,
+            column=column + 1,
+            lines={at: line[:end] + quote + line[end:]},
+        )
 
 
 def _open_quote(line: str) -> tuple[int, str] | None:
@@ -139,7 +135,7 @@ def _open_quote(line: str) -> tuple[int, str] | None:
     return (begun, quote) if quote else None
 
 
-def _brackets(lines: list[str], at: int) -> Iterator[_Repair]:
+def _brackets(lines: list[str], at: int) -> Iterator[YamlRepair]:
     """A `{` or `[` that is not closed in its line, and a bracket that closes nothing."""
     stack: list[tuple[int, str]] = []
     quote = ""
@@ -158,75 +154,80 @@ def _brackets(lines: list[str], at: int) -> Iterator[_Repair]:
         elif stack and char == _OPENERS[stack[-1][1]]:
             stack.pop()
         elif char in "}]":
-            cause = YamlCause(
+            yield YamlRepair(
                 message=f"`{char}` closes nothing here",
                 fix="remove it, or open it before",
                 line=at + 1,
                 column=index + 1,
+                lines={at: line[:index] + line[index + 1 :]},
             )
-            yield _Repair(cause=cause, lines={at: line[:index] + line[index + 1 :]})
             return
     if stack:
         column, char = stack[-1]
         closers = "".join(_OPENERS[item] for _, item in reversed(stack))
-        cause = YamlCause(
-            message=f"`{char}` is opened here and not closed",
-            fix=f"close it with `{_OPENERS[char]}`",
-            line=at + 1,
-            column=column + 1,
-        )
-        yield _Repair(cause=cause, lines={at: line + closers})
-        for end in (index for index in range(len(line) - 1, column, -1) if line[index] in "}],"):
-            yield _Repair(cause=cause, lines={at: line[:end] + _OPENERS[char] + line[end:]})
+        ends = (index for index in range(len(line) - 1, column, -1) if line[index] in "}],")
+        for closed in (line + closers, *(line[:end] + _OPENERS[char] + line[end:] for end in ends)):
+            yield YamlRepair(
+                message=f"`{char}` is opened here and not closed",
+                fix=f"close it with `{_OPENERS[char]}`",
+                line=at + 1,
+                column=column + 1,
+                lines={at: closed},
+            )
 
 
-def _within_line(lines: list[str], at: int) -> Iterator[_Repair]:
+def _within_line(lines: list[str], at: int) -> Iterator[YamlRepair]:
     """A colon, a space or a comma that is missing, and a value that needs quotes."""
     line = lines[at]
     if glued := _GLUED.match(line):
         key = glued[1].strip().removeprefix("- ")
-        cause = YamlCause(
-            message=f"there is no space after `{key}:`", fix=f"write `{key}: …`", line=at + 1, column=glued.end(1) + 1
+        yield YamlRepair(
+            message=f"there is no space after `{key}:`",
+            fix=f"write `{key}: …`",
+            line=at + 1,
+            column=glued.end(1) + 1,
+            lines={at: f"{glued[1]}: {line[glued.end() :]}"},
         )
-        yield _Repair(cause=cause, lines={at: f"{glued[1]}: {line[glued.end() :]}"})
     if (bare := _NO_COLON.match(line)) and not _KEY.match(line):
         key = bare[1].strip().removeprefix("- ")
-        cause = YamlCause(
-            message=f"there is no colon after `{key}`", fix=f"write `{key}:`", line=at + 1, column=bare.end(1) + 1
+        yield YamlRepair(
+            message=f"there is no colon after `{key}`",
+            fix=f"write `{key}:`",
+            line=at + 1,
+            column=bare.end(1) + 1,
+            lines={at: f"{bare[1]}: {bare[2] or ''}".rstrip()},
         )
-        yield _Repair(cause=cause, lines={at: f"{bare[1]}: {bare[2] or ''}".rstrip()})
     for comma in _MISSING_COMMA.finditer(line):
-        cause = YamlCause(
+        yield YamlRepair(
             message="a comma is missing here",
             fix="separate the entries of {…} and […] by commas",
             line=at + 1,
             column=comma.start() + 1,
+            lines={at: line[: comma.start()] + "," + line[comma.start() :]},
         )
-        yield _Repair(cause=cause, lines={at: line[: comma.start()] + "," + line[comma.start() :]})
     value = _VALUE.match(line)
-    if value and value[2][0] not in "\"'":
+    if value and (": " in value[2] or value[2][0] in "%@`*&!|>{[") and value[2][0] not in "\"'":
         quoted = '"' + value[2].replace("\\", "\\\\").replace('"', '\\"') + '"'
         why = "contains `: `" if ": " in value[2] else f"begins with `{value[2][0]}`"
-        cause = YamlCause(
+        yield YamlRepair(
             message=f"the value {why}, so it needs quotes",
             fix=f"write {quoted}" if len(quoted) < 60 else "quote it",
             line=at + 1,
             column=value.start(2) + 1,
+            lines={at: value[1] + quoted},
         )
-        if ": " in value[2] or value[2][0] in "%@`*&!|>{[":
-            yield _Repair(cause=cause, lines={at: value[1] + quoted})
 
 
-def _indentation(lines: list[str], at: int) -> Iterator[_Repair]:
+def _indentation(lines: list[str], at: int) -> Iterator[YamlRepair]:
     """A line, with the lines below it that are deeper, at the indentation of a line above."""
     line = lines[at]
-    indent = len(line) - len(line.lstrip(" "))
+    indent = _depth(line)
     if not line.strip() or line.lstrip().startswith("#"):
         return
     what = _what(line)
     block = [at]
     for below in range(at + 1, len(lines)):
-        depth = len(lines[below]) - len(lines[below].lstrip(" "))
+        depth = _depth(lines[below])
         if (
             lines[below].strip()
             and depth <= indent
@@ -238,7 +239,7 @@ def _indentation(lines: list[str], at: int) -> Iterator[_Repair]:
     for above in range(at - 1, -1, -1):
         if not lines[above].strip() or lines[above].lstrip().startswith("#"):
             continue
-        depth = len(lines[above]) - len(lines[above].lstrip(" "))
+        depth = _depth(lines[above])
         wanted.setdefault(depth, (_what(lines[above]), above + 1))
         if lines[above].rstrip().endswith(":"):
             wanted.setdefault(depth + 2, (_what(lines[above]), above + 1))
@@ -246,17 +247,19 @@ def _indentation(lines: list[str], at: int) -> Iterator[_Repair]:
             break
     for depth, (name, number) in sorted(wanted.items(), key=lambda item: abs(item[0] - indent)):
         if depth != indent:
-            has = f"{indent} space{'s' * (indent != 1)}"
             relation = "as" if depth == _depth(lines[number - 1]) else "below"
-            message = f"the indentation of `{what}` is wrong: {has}"
-            fix = f"indent it by {depth}, {relation} `{name}` in line {number}"
             moved = {
                 item: " " * max(0, depth - indent + _depth(lines[item])) + lines[item].lstrip(" ") for item in block
             }
-            cause = YamlCause(message=message, fix=fix, line=at + 1, column=indent + 1)
-            yield _Repair(cause=cause, lines=moved, usual=depth % 2 == 0)
-            if len(block) > 1:
-                yield _Repair(cause=cause, lines={at: moved[at]}, usual=depth % 2 == 0)
+            for changed in (moved, {at: moved[at]}) if len(block) > 1 else (moved,):
+                yield YamlRepair(
+                    message=f"the indentation of `{what}` is wrong: {indent} space{'s' * (indent != 1)}",
+                    fix=f"indent it by {depth}, {relation} `{name}` in line {number}",
+                    line=at + 1,
+                    column=indent + 1,
+                    lines=changed,
+                    usual=depth % 2 == 0,
+                )
 
 
 def _depth(line: str) -> int:
