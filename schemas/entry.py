@@ -193,27 +193,26 @@ class Adapters(Generic[Facts]):
         Raises:
             ValueError: there is none of this name; the message names the nearest and lists the names.
         """
-        packages = installed_points(self.group)
-        names: list[str] = [offered for offered, points in packages.items() if len(points) == 1]
+        packages: Mapping[str, Mapping[str, str]] = installed_points(self.group)
         of_plugins: dict[str, Facts] = self.of_plugins()
+        points: Mapping[str, str] = packages.get(name, {})
         if name in of_plugins:
             return of_plugins[name]
-        if name in names:
-            runs = next(iter(packages[name]))
-            facts: Facts = self._facts(name=name, runs=runs, use="what its package documents", **self._offered)
+        if len(points) == 1:
+            facts: Facts = self._facts(
+                name=name, runs=next(iter(points)), use="what its package documents", **self._offered
+            )
             return facts
-        raise ValueError(self._unknown(name, [*of_plugins, *names]))
-
-    def _unknown(self, name: str, names: list[str]) -> str:
-        if points := installed_points(self.group).get(name, {}):
+        if points:
             offers = ", ".join(sorted(points.values()))
-            return f"several packages offer the {self.what} `{name}`: {offers}; uninstall all but one"
+            raise ValueError(f"several packages offer the {self.what} `{name}`: {offers}; uninstall all but one")
         if belongs := plugin.missing(self.point, name):
-            return f"there is no `adapter: {name}`; {belongs}"
+            raise ValueError(f"there is no `adapter: {name}`; {belongs}")
+        names = [*of_plugins, *(offered for offered, there in packages.items() if len(there) == 1)]
         near = get_close_matches(name, names, n=1)
         hint = f"; did you mean `{near[0]}`?" if near else ""
         listed = f"; write one of {', '.join(f'`{item}`' for item in names)}" if names else ""
-        return f"there is no `adapter: {name}`{hint}{listed}"
+        raise ValueError(f"there is no `adapter: {name}`{hint}{listed}")
 
 
 ADAPTERS = Adapters(

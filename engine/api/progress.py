@@ -414,7 +414,8 @@ class TrainPanel:
         if numbers := sorted(int(turn) for turn in turns if turn.isdigit()):
             rows.add_row("by turn", "  ".join(f"{turn} {turns[str(turn)]:+.3f}" for turn in numbers))
         if self._evaluated:
-            rows.add_row("evaluation", _listed(self._evaluated, limit=6))
+            shown = [f"{name.partition('/')[2]} {value:.3f}" for name, value in [*self._evaluated.items()][:6]]
+            rows.add_row("evaluation", "  ".join([*shown, "…"] if len(self._evaluated) > 6 else shown))
         for title, entries in _GROUPS:
             parts = [f"{label} {self._now[key]:.3g}" for label, key in entries if key in self._now]
             if parts:
@@ -483,8 +484,3 @@ def _batch(values: Mapping[str, float]) -> list[str]:
 
 def _times(values: Mapping[str, float]) -> list[tuple[str, float]]:
     return [(name.partition("/")[2], value) for name, value in values.items() if name.startswith("time/")]
-
-
-def _listed(values: Mapping[str, float], limit: int) -> str:
-    parts = [f"{name.partition('/')[2]} {value:.3f}" for name, value in list(values.items())[:limit]]
-    return "  ".join([*parts, "…"] if len(values) > limit else parts)
