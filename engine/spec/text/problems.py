@@ -7,7 +7,7 @@ held the key, so that a key of the same name in another section is not touched.
 from __future__ import annotations
 
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -101,7 +101,7 @@ def diagnose(
         if path in document.rereads and any(fault.kind == "string_type" for fault in faults)
     ]
     findings = [
-        _explain(root or model, faults, document)
+        _EXPLAINED.get(faults[0].kind, _wrong)(root or model, faults, document)
         for path, faults in grouped.items()
         # of the branches of a union, the one that got further says more
         if not (
@@ -116,21 +116,8 @@ def diagnose(
     return findings, as_text
 
 
-def _explain(model: type[BaseModel], faults: list[_Fault], document: Document) -> Diagnostic:
-    first = faults[0]
-    if first.kind == "extra_forbidden":
-        return _unknown_key(model, first, document)
-    if first.kind == "missing":
-        return _missing_key(first, document)
-    if first.kind in ("union_tag_not_found", "union_tag_invalid"):
-        return _tag(model, first, document)
-    if first.kind in ("value_error", "assertion_error"):
-        return _value_error(first, document)
-    return _wrong(faults, document)
-
-
-def _unknown_key(model: type[BaseModel], fault: _Fault, document: Document) -> Diagnostic:
-    path, owner = fault.spot.path, fault.spot.owner
+def _unknown_key(model: type[BaseModel], faults: list[_Fault], document: Document) -> Diagnostic:
+    path, owner = faults[0].spot.path, faults[0].spot.owner
     key, fields = str(path[-1]), fields_by_key(owner) if owner else {}
     names = [*fields, "extends"] if owner is model and len(path) == 1 else list(fields)
     near = new_key(owner, key) or nearest_name(key.replace("-", "_"), names)
@@ -151,8 +138,8 @@ def _unknown_key(model: type[BaseModel], fault: _Fault, document: Document) -> D
     return Diagnostic("spec.unknown-key", "error", message, fix, document.origin(path, key=True), path)
 
 
-def _missing_key(fault: _Fault, document: Document) -> Diagnostic:
-    path, owner = fault.spot.path, fault.spot.owner
+def _missing_key(model: type[BaseModel], faults: list[_Fault], document: Document) -> Diagnostic:
+    path, owner = faults[0].spot.path, faults[0].spot.owner
     key = str(path[-1])
     summary = (description_of(owner, key) or "").partition("\n")[0].strip() if owner else ""
     fix = f"add `{key}: …`" + (f" ({summary.rstrip('.')})" if summary else "")
@@ -161,49 +148,42 @@ def _missing_key(fault: _Fault, document: Document) -> Diagnostic:
     return Diagnostic("spec.missing-key", "error", f"{holder} needs `{key}`", fix, origin, path)
 
 
-def _tag(model: type[BaseModel], fault: _Fault, document: Document) -> Diagnostic:
-    path = fault.spot.path
-    key = str(fault.context["discriminator"]).strip("'")
+def _tag(model: type[BaseModel], faults: list[_Fault], document: Document) -> Diagnostic:
+    fault = faults[0]
+    path, key = fault.spot.path, str(fault.context["discriminator"]).strip("'")
+    place = (*path, key)
     tags = list(tagged(fault.spot.wanted, key)) or [
         tag for part in str(fault.context.get("expected_tags", "")).split(",") if (tag := part.strip(" '"))
     ]
     listed = ", ".join(tags) or "none: no plugin that adds one is installed"
     if fault.kind == "union_tag_not_found":
-        origin = document.origin(path, key=True)
-        return Diagnostic(
-            "spec.missing-key",
-            "error",
-            f"`{show_path(path)}` needs `{key}`",
-            f"add `{key}: …`, one of {listed}",
-            origin,
-            (*path, key),
-        )
-    place = (*path, key)
+        message, fix = f"`{show_path(path)}` needs `{key}`", f"add `{key}: …`, one of {listed}"
+        return Diagnostic("spec.missing-key", "error", message, fix, document.origin(path, key=True), place)
     value = str(fault.context["tag"])
     message = f"`{show_path(place)}` must be one of {listed}; it is {_show(value_at(document.data, place))}"
     opened = mark_of(fault.spot.wanted, OneOf)
-    fix = (missing(opened.point, value) if opened else None) or _nearest(value, tags)
-    return Diagnostic("spec.bad-value", "error", message, fix, document.origin(place), place)
+    near = (missing(opened.point, value) if opened else None) or _nearest(value, tags)
+    return Diagnostic("spec.bad-value", "error", message, near, document.origin(place), place)
 
 
-def _value_error(fault: _Fault, document: Document) -> Diagnostic:
+def _value_error(model: type[BaseModel], faults: list[_Fault], document: Document) -> Diagnostic:
     """A rule of the contract's own. Its words name keys in backticks: the first that is there gives the position."""
-    path = fault.spot.path
+    path, said = faults[0].spot.path, faults[0].words
     value = value_at(document.data, path)
     if isinstance(value, dict):
-        named = [word.partition(":")[0] for word in fault.words.split("`")[1::2]]
+        named = [word.partition(":")[0] for word in said.split("`")[1::2]]
         present = next((word for word in named if word in value), None)
         at = (*path, present) if present else path
         origin = document.origin(at, key=True)
     else:
         at, origin = path, document.origin(path)
-    words, _, fix = fault.words.partition("; ")
+    words, _, fix = said.partition("; ")
     return Diagnostic(
         "spec.bad-value", "error", f"`{show_path(path)}`: {words}" if path else words, fix or None, origin, at
     )
 
 
-def _wrong(faults: list[_Fault], document: Document) -> Diagnostic:
+def _wrong(model: type[BaseModel], faults: list[_Fault], document: Document) -> Diagnostic:
     path = faults[0].spot.path
     value = value_at(document.data, path)
     if value is MISSING and isinstance(short := value_at(document.data, path[:-1]), str):
@@ -223,6 +203,17 @@ def _wrong(faults: list[_Fault], document: Document) -> Diagnostic:
     key = str(path[-1]) if path else ""
     fix = fix or next((words for fault in faults for words in _type_fixes(fault, value, key) if words), None)
     return Diagnostic(rule, "error", message, fix, document.origin(path, key=faults[0].spot.key), path)
+
+
+_EXPLAINED: Mapping[str, Callable[[type[BaseModel], list[_Fault], Document], Diagnostic]] = {
+    "extra_forbidden": _unknown_key,
+    "missing": _missing_key,
+    "union_tag_not_found": _tag,
+    "union_tag_invalid": _tag,
+    "value_error": _value_error,
+    "assertion_error": _value_error,
+}
+"""What explains the errors of a kind; others are wrong values."""
 
 
 def _expected(fault: _Fault) -> str:
