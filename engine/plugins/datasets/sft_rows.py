@@ -112,17 +112,13 @@ class SftRow(Struct, frozen=True, kw_only=True):
         return digest.digest()
 
 
-def _all(*_: Any) -> bool:
-    return True
-
-
 @dataclass
 class ExportedTurns:
     """Which episodes and turns are exported, and what was left out."""
 
-    episode: Callable[[Trajectory], bool] = _all
+    episode: Callable[[Trajectory], bool] = lambda trajectory: True
     """Whether an episode is exported."""
-    turn: Callable[[Trajectory, Turn], bool] = _all
+    turn: Callable[[Trajectory, Turn], bool] = lambda trajectory, turn: True
     """Whether a turn is exported, or its tokens are trained."""
     left_out: Counter[str] = field(default_factory=Counter)
     """Number of episodes, turns and rows that are not exported, by reason."""
