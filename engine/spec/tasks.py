@@ -112,52 +112,40 @@ def load_table(loaded: LoadedSpec) -> TaskTable:
     with _row_faults(loaded):
         rows = open_rows(loaded, spec.limit)
         positions = _positions(loaded, rows)
-        ids = _Ids(loaded, rows)
+        digests, places = array("Q"), array("Q")
         read: Iterable[Row] = islice(rows, spec.limit)
         if positions is not None:
             read = (rows.row(int(position)) for position in np.sort(positions))
         for row in read:
-            ids.add(task_of(row, row.number - 1, spec, loaded), row)
+            task = task_of(row, row.number - 1, spec, loaded)
             count += 1
-        ids.check()
+            if spec.id is not None:  # else it is the row's position
+                digests.append(int.from_bytes(blake2b(task.id.encode(), digest_size=8).digest(), "big"))
+                places.append(row.number - 1)
+        _check_ids(loaded, rows, digests, places)
     if not count:
         raise fault(loaded, "tasks.empty", "the task source has no rows", None, loaded.origin(TASKS, key=True))
     return TaskTable(loaded, rows, positions, count)
 
 
-class _Ids:
-    """Finds rows that share an id, with 16 bytes of memory a row."""
-
-    def __init__(self, loaded: LoadedSpec, rows: Rows) -> None:
-        self._loaded = loaded
-        self._rows = rows
-        self._digests = array("Q")
-        self._positions = array("Q")
-
-    def add(self, task: Task, row: Row) -> None:
-        if self._loaded.spec.tasks.id is not None:  # else it is the row's position
-            self._digests.append(int.from_bytes(blake2b(task.id.encode(), digest_size=8).digest(), "big"))
-            self._positions.append(row.number - 1)
-
-    def check(self) -> None:
-        """Raise: SpecError for the first row whose id an earlier row has."""
-        digests = np.frombuffer(self._digests, np.uint64)
-        order = np.argsort(digests, kind="stable")
-        same = digests[order][1:] == digests[order][:-1]
-        again = set(order[:-1][same].tolist()) | set(order[1:][same].tolist())
-        seen: dict[str, int] = {}
-        for place in sorted(again):  # two ids may share a digest
-            row = self._rows.row(self._positions[place])
-            task = task_of(row, row.number - 1, self._loaded.spec.tasks, self._loaded)
-            if task.id in seen:
-                raise fault(
-                    self._loaded,
-                    "tasks.duplicate-id",
-                    f"rows {seen[task.id]} and {row.number} share the id `{task.id}`",
-                    "name a field of unique values under `tasks.id`, or leave it out",
-                    row.origin or self._loaded.origin((*TASKS, "id")),
-                )
-            seen[task.id] = row.number
+def _check_ids(loaded: LoadedSpec, rows: Rows, digests: array[int], positions: array[int]) -> None:
+    """Refuse two rows with one id, by digests: 16 bytes of memory a row."""
+    numbers = np.frombuffer(digests, np.uint64)
+    order = np.argsort(numbers, kind="stable")
+    same = numbers[order][1:] == numbers[order][:-1]
+    seen: dict[str, int] = {}
+    for place in sorted({*order[:-1][same].tolist(), *order[1:][same].tolist()}):  # two ids may share a digest
+        row = rows.row(positions[place])
+        task = task_of(row, row.number - 1, loaded.spec.tasks, loaded)
+        if task.id in seen:
+            raise fault(
+                loaded,
+                "tasks.duplicate-id",
+                f"rows {seen[task.id]} and {row.number} share the id `{task.id}`",
+                "name a field of unique values under `tasks.id`, or leave it out",
+                row.origin or loaded.origin((*TASKS, "id")),
+            )
+        seen[task.id] = row.number
 
 
 def _positions(loaded: LoadedSpec, rows: Rows) -> np.ndarray | None:

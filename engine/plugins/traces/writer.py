@@ -70,8 +70,16 @@ class TraceWriter:
         self._reader = RunReader(folder, header)
         self._files = folder / FOLDER
         self._queue: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        self._send = _collector(self._traces.otlp) if self._traces.otlp is not None else None
-        self._builder = _builder(spec) if self._traces.makes_spans else None
+        self._builder: SpanBuilder | None = None
+        try:
+            self._send = _collector(self._traces.otlp) if self._traces.otlp is not None else None
+            if self._traces.makes_spans:
+                from engine.plugins.traces.spans import SpanBuilder
+
+                self._builder = SpanBuilder(spec)
+        except ImportError as error:
+            message = f"`traces` needs OpenTelemetry ({error}): pip install 'episode-engine[otel]'"
+            raise EngineError(message, kind="trace_setup", blame="spec") from None
         self._failures = 0
         self._unsent = 0
         self._problem = ""
@@ -180,21 +188,11 @@ def _append(file: Path, line: Any) -> None:
         opened.write(json.dumps(line, ensure_ascii=False) + "\n")
 
 
-def _builder(spec: EpisodeSpec) -> SpanBuilder:
-    try:
-        from engine.plugins.traces.spans import SpanBuilder
-    except ImportError as error:
-        raise _missing(error) from None
-    return SpanBuilder(spec)
-
-
 def _collector(url: str) -> Callable[[Sequence[ReadableSpan]], str | None]:
     """Return a function that sends spans to a collector and returns what went wrong."""
-    try:
-        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-        from opentelemetry.sdk.trace.export import SpanExportResult
-    except ImportError as error:
-        raise _missing(error) from None
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    from opentelemetry.sdk.trace.export import SpanExportResult
+
     for variable in _HEADERS:
         for pair in os.environ.get(variable, "").split(","):
             if len(value := pair.partition("=")[2].strip()) >= 8:
@@ -213,8 +211,3 @@ def _collector(url: str) -> Callable[[Sequence[ReadableSpan]], str | None]:
         return mask_credentials(f"the collector at {host} took no spans: {said[-1] if said else 'no answer'}")[:500]
 
     return send
-
-
-def _missing(error: ImportError) -> EngineError:
-    message = f"`traces` needs OpenTelemetry ({error}): pip install 'episode-engine[otel]'"
-    return EngineError(message, kind="trace_setup", blame="spec")
