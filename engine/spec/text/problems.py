@@ -126,7 +126,7 @@ def _unknown_key(model: type[BaseModel], faults: list[_Fault], document: Documen
     elsewhere = [place for place in elsewhere if place.count(".") == highest]  # not each part's own sampling, say
     if missing_plugin := missing("sections", ".".join(map(str, path))):
         fix = missing_plugin
-    elif place := new_place(owner, key):
+    elif place := MOVED.get(owner, {}).get(key):
         fix = f"write `{place}:` at the top level of the spec"
     elif near:
         fix = f"did you mean `{near}`?"
@@ -170,13 +170,11 @@ def _value_error(model: type[BaseModel], faults: list[_Fault], document: Documen
     """A rule of the contract's own. Its words name keys in backticks: the first that is there gives the position."""
     path, said = faults[0].spot.path, faults[0].words
     value = value_at(document.data, path)
+    at = path
     if isinstance(value, dict):
-        named = [word.partition(":")[0] for word in said.split("`")[1::2]]
-        present = next((word for word in named if word in value), None)
-        at = (*path, present) if present else path
-        origin = document.origin(at, key=True)
-    else:
-        at, origin = path, document.origin(path)
+        named = (word.partition(":")[0] for word in said.split("`")[1::2])
+        at = (*path, *[word for word in named if word in value][:1])
+    origin = document.origin(at, key=isinstance(value, dict))
     words, _, fix = said.partition("; ")
     return Diagnostic(
         "spec.bad-value", "error", f"`{show_path(path)}`: {words}" if path else words, fix or None, origin, at
@@ -342,13 +340,8 @@ RENAMED: Mapping[type[BaseModel], Mapping[str, str]] = {
 """Class of a section -> old key -> new key; it also holds for the classes that inherit from it. A plugin's class has
 them as `RENAMED`."""
 
-MOVED: Mapping[type[BaseModel], Mapping[str, str]] = {TrainSpec: {"notify": "notify"}}
+MOVED: Mapping[type[BaseModel] | None, Mapping[str, str]] = {TrainSpec: {"notify": "notify"}}
 """Class of a section -> key -> path from the top level of the spec at which the key is now."""
-
-
-def new_place(owner: type[BaseModel] | None, key: str) -> str | None:
-    """The path to which `key` was moved out of a section of the class `owner`; None if it was not moved."""
-    return MOVED.get(owner, {}).get(key) if owner is not None else None
 
 
 def new_key(owner: type[BaseModel] | None, key: str) -> str | None:
@@ -370,6 +363,6 @@ def renamed_keys(error: ValidationError, model: type[BaseModel]) -> list[str]:
             key = str(spot.path[-1])
             if new := new_key(spot.owner, key):
                 changes.append(f"`{show_path(spot.path)}` is now `{new}`")
-            elif place := new_place(spot.owner, key):
+            elif place := MOVED.get(spot.owner, {}).get(key):
                 changes.append(f"`{show_path(spot.path)}` is now `{place}` at the top level")
     return changes
