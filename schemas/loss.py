@@ -38,11 +38,6 @@ class Loss(Contract):
     """Keys that act only where the ratio is not 1. With one update per batch it is 1 for every token."""
 
     @property
-    def too_small_delta(self) -> float | None:
-        """`delta`, if it is below `1 + clip_high`; else None."""
-        return None
-
-    @property
     def constant_length(self) -> int | None:
         """The constant of `denominator: constant_length`, in tokens per episode. None: the first step measures it."""
         return None
@@ -62,10 +57,6 @@ class ClippedLoss(Loss):
     """Upper clip bound: the ratio is clipped to at most 1 + clip_high. DAPO (clip-higher) uses 0.28."""
     delta: float | None = Field(default=None, gt=1.0)
     """Two-sided clipping (dual-clip PPO): upper bound of the ratio for negative advantages. No bound if not set."""
-
-    @property
-    def too_small_delta(self) -> float | None:
-        return self.delta if self.delta is not None and self.delta < 1 + self.clip_high else None
 
 
 class GrpoLoss(ClippedLoss):

@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from engine.schemas.backend import changes_distribution, cuts_distribution, kinds_that_train
+from engine.schemas.loss import ClippedLoss
 from engine.schemas.train import OverlongPenalty, TrainSpec
 from engine.spec.added import missing_sync, spec_facts, trains_backend
 from engine.spec.resolve import published_file, published_names
@@ -422,10 +423,10 @@ def kl_estimator(ctx: CheckContext) -> Iterator[Finding]:
 def delta(ctx: CheckContext) -> Iterator[Finding]:
     """`delta` below `1 + clip_high`."""
     for train in _sampling(ctx):
-        if (delta := train.loss.too_small_delta) is not None:
-            bound = 1 + getattr(train.loss, "clip_high", 0.0)
+        loss = train.loss
+        if isinstance(loss, ClippedLoss) and loss.delta is not None and loss.delta < (bound := 1 + loss.clip_high):
             message = (
-                f"`delta: {delta:g}` is below `1 + clip_high` = {bound:g}: negative advantages are cut earlier than "
-                "positive ones, inside of the range that the clip allows"
+                f"`delta: {loss.delta:g}` is below `1 + clip_high` = {bound:g}: negative advantages are cut earlier "
+                "than positive ones, inside of the range that the clip allows"
             )
             yield Finding(message, ("train", "loss", "delta"), f"set it above {bound:g}, such as 4.0, or remove it")
