@@ -104,6 +104,9 @@ def compare_runs(first: RunReader, second: RunReader) -> RunComparison:
     changed = [task for task in both if first.task(task).fields != second.task(task).fields]
     tasks = [task for task in both if task not in changed]
     pairs = [_pair(task, left[task], right[task]) for task in tasks]
+    one, other = first.header, second.header  # values of variables are compared by their names: none is stored
+    before, after = ({"engine_version": each.engine_version, "packages": each.packages} for each in (one, other))
+    places = [*header.differences(one.spec, other.spec), *header.differences(before, after)]
     return RunComparison(
         first=first.run_id,
         second=second.run_id,
@@ -114,7 +117,7 @@ def compare_runs(first: RunReader, second: RunReader) -> RunComparison:
         changed=changed,
         masked=[masked_one.total(), masked_other.total()],
         warning="1 task: a difference has no interval" if len(tasks) == 1 else few_tasks(len(tasks)),
-        spec=spec_differences(first, second),
+        spec=[SpecDifference(path=path, first=was, second=now) for path, was, now in places],
         nothing=None if tasks else _nothing((left, right), (masked_one.total(), masked_other.total()), changed),
     )
 
@@ -139,18 +142,6 @@ def _nothing(measured: Sequence[Collection[str]], masked: Sequence[int], changed
         f"all tasks of the same id have other fields in the second run, such as `{changed[0]}`; compare runs of the "
         "same tasks, or give a task that changed another id"
     )
-
-
-def spec_differences(first: RunReader, second: RunReader) -> list[SpecDifference]:
-    """Return the differences between the specs of two runs with all defaults, and between the engines and packages that
-    ran them.
-
-    Values of variables (`${NAME}`) are compared by their names, because values are not stored.
-    """
-    one, other = first.header, second.header
-    before, after = ({"engine_version": each.engine_version, "packages": each.packages} for each in (one, other))
-    places = [*header.differences(one.spec, other.spec), *header.differences(before, after)]
-    return [SpecDifference(path=path, first=was, second=now) for path, was, now in places]
 
 
 def _pair(task: str, first: Sequence[Sample], second: Sequence[Sample]) -> TaskPair:

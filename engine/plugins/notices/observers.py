@@ -286,10 +286,6 @@ class Watch:
         while not self._ended.wait(wait):
             wait = max(self.check(), 0.001)
 
-    def close(self) -> None:
-        """End the watch."""
-        self._ended.set()
-
     def __enter__(self) -> Self:
         self._began = self._clock()
         self.tick()
@@ -299,7 +295,7 @@ class Watch:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        self._ended.set()
         if error is None:
             self.check_budget()  # an amount that was reached after the last look
 

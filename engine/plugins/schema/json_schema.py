@@ -319,11 +319,6 @@ WORDS: dict[str, dict[str, str]] = {
 }
 """Descriptions by definition (the empty name is the spec itself) and key."""
 
-METHOD = "How turn rewards become advantages."
-"""Description of `method` of every credit method."""
-LOSS = "The loss that training minimises."
-"""Description of `kind` of every loss."""
-
 EXAMPLES: dict[str, dict[str, list[Any]]] = {
     "": {
         "spec": ["episode/v1"],
@@ -378,9 +373,9 @@ def add_words(schema: dict[str, Any]) -> None:
             properties[key].setdefault("description", text)
     for name, definition in definitions.items():
         if name.endswith("Credit") and "method" in definition.get("properties", {}):
-            definition["properties"]["method"].setdefault("description", METHOD)
+            definition["properties"]["method"].setdefault("description", "How turn rewards become advantages.")
         if name.endswith("Loss") and "kind" in definition.get("properties", {}):
-            definition["properties"]["kind"].setdefault("description", LOSS)
+            definition["properties"]["kind"].setdefault("description", "The loss that training minimises.")
     for name, examples in EXAMPLES.items():
         properties = (schema if not name else definitions[name])["properties"]
         for key, values in examples.items():
