@@ -25,8 +25,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
@@ -131,13 +130,6 @@ class GroupRunner:
         return trajectory
 
 
-@dataclass(slots=True, eq=False)
-class _RunningGroup:
-    number: int
-    version: int
-    work: asyncio.Task[Group]
-
-
 class GroupSchedule:
     """Collects the batches of a training. Use it inside `runner.serving()`, and close it.
 
@@ -182,7 +174,8 @@ class GroupSchedule:
         self._forced = 0
         self._stale: list[int] = []
         """Groups of an earlier launch that were dropped as too stale since the last batch."""
-        self._running: list[_RunningGroup] = []
+        self._running: dict[asyncio.Task[Group], GroupRequest] = {}
+        """In the order of starts."""
         self._batch: Batch | None = None
         self._collected = 0
 
@@ -222,12 +215,12 @@ class GroupSchedule:
     async def drain(self) -> None:
         """Wait until all running groups have ended by themselves, so that no reply under way is lost."""
         self._batch = None
-        await asyncio.gather(*(group.work for group in self._running), return_exceptions=True)
+        await asyncio.gather(*self._running, return_exceptions=True)
 
     async def close(self) -> None:
         """Cancel all running groups. Finished episodes stay in the store."""
         self._max_staleness, self._batch = 0, None
-        running, self._running = self._running, []
+        running, self._running = self._running, {}
         await _cancel(running)
 
     def _start_groups(self) -> None:
@@ -237,41 +230,38 @@ class GroupSchedule:
         )
         most = batches_in_progress * self._groups_per_batch + (self._oversampled_groups if batches_in_progress else 0)
         while len(self._running) + self._collected < most:
-            running = sum(not group.work.done() for group in self._running)
-            if running >= self._max_running_groups:
+            if sum(not work.done() for work in self._running) >= self._max_running_groups:
                 return
-            number, version = self._next_to_start()
-            work = asyncio.create_task(self._run(number, version), name=f"group-{number}")
-            self._running.append(_RunningGroup(number, version, work))
+            request = self._next_to_start()
+            work = asyncio.create_task(self._run(request), name=f"group-{request.number}")
+            self._running[work] = request
             work.add_done_callback(self._group_done)
 
-    def _next_to_start(self) -> tuple[int, int]:
-        """The number of the next group, and the version of its oldest token; without tokens, of the current weights."""
+    def _next_to_start(self) -> GroupRequest:
+        """The next group, with the version of its oldest token; without tokens, of the current weights."""
         skipped = 0
         while True:
             number = self._next
             self._next += 1
             if number in self._consumed:
                 continue
-            versions = self._stored.versions(self._order[number].id) if self._stored is not None else None
+            task = self._order[number]
+            versions = self._stored.versions(task.id) if self._stored is not None else None
             if versions is None and self._draws.skips(number):
                 if skipped < self._draws.most_skipped:
                     skipped += 1
                     self._skipped.append(number)
                     continue
                 self._forced += 1
-            if versions is None:
-                return number, self.version
+            oldest, newest = versions or (self.version, self.version)
             # A newer version than the current one is lost, because the steps that made it could not be repeated.
-            if self.version - self._max_staleness <= versions[0] <= versions[1] <= self.version:
-                return number, versions[0]
+            if self.version - self._max_staleness <= oldest <= newest <= self.version:
+                return GroupRequest(number=number, task=task, samples=self._samples, version=oldest)
             self._stale.append(number)
 
-    async def _run(self, number: int, version: int) -> Group:
+    async def _run(self, request: GroupRequest) -> Group:
         """Run a group, and count what it continues of an earlier launch."""
-        task = self._order[number]
-        request = GroupRequest(number=number, task=task, samples=self._samples, version=version)
-        stored = self._stored
+        task, stored = request.task, self._stored
         if stored is None:
             return await self._groups.group(request)
         begun = {
@@ -295,22 +285,22 @@ class GroupSchedule:
     async def _next_group(self) -> Group:
         """Wait for the oldest group; with oversampling, for the group that finishes first."""
         if not self._oversampled_groups:
-            await asyncio.wait([self._running[0].work])
-            return self._running.pop(0).work.result()
-        await asyncio.wait([group.work for group in self._running], return_when=asyncio.FIRST_COMPLETED)
-        place = next(place for place, group in enumerate(self._running) if group.work.done())
-        return self._running.pop(place).work.result()
+            await asyncio.wait([next(iter(self._running))])
+        else:
+            await asyncio.wait(self._running, return_when=asyncio.FIRST_COMPLETED)
+        ended = next(work for work in self._running if work.done())
+        del self._running[ended]
+        return ended.result()
 
     async def _cancel_stale_groups(self, batch: Batch) -> None:
         """Cancel running groups that are too old for the next batch."""
         oldest = self.version + 1 - self._max_staleness
-        stale = [group for group in self._running if group.version < oldest]
-        self._running = [group for group in self._running if group.version >= oldest]
-        batch.cancelled += [group.number for group in stale]
+        stale = [work for work, group in self._running.items() if group.version < oldest]
+        batch.cancelled += [self._running.pop(work).number for work in stale]
         await _cancel(stale)
 
 
-async def _cancel(running: Sequence[_RunningGroup]) -> None:
-    for group in running:
-        group.work.cancel()
-    await asyncio.gather(*(group.work for group in running), return_exceptions=True)
+async def _cancel(running: Collection[asyncio.Task[Group]]) -> None:
+    for work in running:
+        work.cancel()
+    await asyncio.gather(*running, return_exceptions=True)

@@ -24,33 +24,6 @@ if TYPE_CHECKING:
     from engine.spec.rows.mix import Mix
 
 
-class _Epochs:
-    """The order in which the tasks of one source are drawn.
-
-    Args:
-        count: Number of its tasks.
-        shuffle: A new random order in each epoch.
-        seed: Text that the orders depend on.
-    """
-
-    def __init__(self, count: int, *, shuffle: bool, seed: str) -> None:
-        self._count = count
-        self._shuffle = shuffle
-        self._seed = seed
-        self._epoch = -1
-        self._order: list[int] = []
-
-    def place(self, draw: int) -> tuple[int, int]:
-        """The place of a draw's task in the source, and the draw's epoch."""
-        epoch, place = divmod(draw, self._count)
-        if epoch != self._epoch:
-            self._order = list(range(self._count))
-            if self._shuffle:
-                random.Random(f"{self._seed}/{epoch}").shuffle(self._order)
-            self._epoch = epoch
-        return self._order[place], epoch
-
-
 class DrawFilter:
     """Which draws of tasks are skipped, from the results of earlier steps. It skips none; a plugin has a subclass.
 
@@ -110,13 +83,11 @@ class TaskOrder:
         if not tasks:
             raise TrainError("there are no tasks to train on: check `tasks` in the spec", kind="no_data")
         self._tasks = tasks
+        self._shuffle = shuffle
+        self._seed = seed
         self._mix = mix
-        if mix is None:
-            self._epochs = [_Epochs(len(tasks), shuffle=shuffle, seed=str(seed))]
-        else:
-            self._epochs = [
-                _Epochs(len(indices), shuffle=shuffle, seed=f"{seed}/{name}") for name, indices in mix.indices.items()
-            ]
+        self._orders: dict[str, tuple[int, list[int]]] = {}
+        """The newest epoch of each source, and the order of its tasks in that epoch."""
 
     @property
     def count(self) -> int:
@@ -126,10 +97,22 @@ class TaskOrder:
     def place(self, number: int) -> tuple[int, int]:
         """The index of a group's task in the list of tasks, and its epoch."""
         if self._mix is None:
-            return self._epochs[0].place(number)
+            return self._drawn(str(self._seed), len(self._tasks), number)
         source, draw = self._mix.draws[number]
-        place, epoch = self._epochs[source].place(draw)
-        return int(self._mix.indices[self._mix.names[source]][place]), epoch
+        name = self._mix.names[source]
+        indices = self._mix.indices[name]
+        place, epoch = self._drawn(f"{self._seed}/{name}", len(indices), draw)
+        return int(indices[place]), epoch
+
+    def _drawn(self, source: str, count: int, draw: int) -> tuple[int, int]:
+        """The place of a draw's task among the `count` tasks of a source, and the draw's epoch."""
+        epoch, place = divmod(draw, count)
+        if source not in self._orders or self._orders[source][0] != epoch:
+            order = list(range(count))
+            if self._shuffle:
+                random.Random(f"{source}/{epoch}").shuffle(order)
+            self._orders[source] = epoch, order
+        return self._orders[source][1][place], epoch
 
     def __getitem__(self, number: int) -> Task:
         index, epoch = self.place(number)
