@@ -49,7 +49,7 @@ def _tables(summary: RunSummary) -> Iterator[Table]:
     yield _table("Outcomes", ("outcome", "episodes", "share"), outcomes)
     yield sources_table(summary)
     causes = []
-    for cause, count in summary.causes.most_common():
+    for cause, count in summary.causes.counts.most_common():
         line = " ".join(summary.causes.first[cause].message.split())
         causes.append((str(count), str(cause), line if len(line) <= _MESSAGE else f"{line[: _MESSAGE - 1]}…"))
     yield _table("Failures by cause", ("episodes", "cause", "message of the first one"), causes)

@@ -7,6 +7,7 @@ stop it either, because it fails no episode.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -56,7 +57,7 @@ class Causes:
     """
 
     place: Callable[[Trajectory, Failure], str] | None = None
-    counts: dict[Cause, int] = field(default_factory=dict)
+    counts: Counter[Cause] = field(default_factory=Counter)
     first: dict[Cause, Failure] = field(default_factory=dict)
     """The first failure of each cause."""
 
@@ -68,15 +69,15 @@ class Causes:
         cause = Cause(
             kind=failure.kind, blame=failure.blame, place=self.place(trajectory, failure) if self.place else ""
         )
-        self.counts[cause] = self.counts.get(cause, 0) + 1
+        self.counts[cause] += 1
         self.first.setdefault(cause, failure)
         return cause
 
     def merge(self, other: Causes) -> None:
         """Add the counts of other episodes of the same spec."""
-        for cause, count in other.counts.items():
-            self.counts[cause] = self.counts.get(cause, 0) + count
-            self.first.setdefault(cause, other.first[cause])
+        self.counts.update(other.counts)
+        for cause, failure in other.first.items():
+            self.first.setdefault(cause, failure)
 
     @property
     def failures(self) -> int:
@@ -90,17 +91,13 @@ class Causes:
     def words(self, episodes: int) -> str:
         """Say how many of `episodes` failed of what:
         `40 of 40 episodes failed: 30 user_error (user), 10 tool_timeout (tool)`."""
-        listed = [f"{count} {cause}" for cause, count in self.most_common()]
+        listed = [f"{count} {cause}" for cause, count in self.counts.most_common()]
         others = [f"{len(listed) - _CAUSES} other causes"] if len(listed) > _CAUSES else []
         return f"{self.failures} of {episodes} episodes failed: {', '.join([*listed[:_CAUSES], *others])}"
 
     def example(self) -> str:
         """Return the message of a failure with the first cause, with the end of its traceback."""
         return with_trace(next(iter(self.first.values())))
-
-    def most_common(self) -> list[tuple[Cause, int]]:
-        """Return the causes with their counts, the largest count first."""
-        return sorted(self.counts.items(), key=lambda item: -item[1])
 
 
 class Verdict:

@@ -144,13 +144,3 @@ class RunObservers:
         if not result.interrupted:
             for observer in self._observers:
                 await observer.ended(result)
-
-
-def episode_observers(loaded: LoadedSpec, store: RunStore) -> list[EpisodeObserver]:
-    """The observers of the episodes of one `Runner`."""
-    return OBSERVE_EPISODES.made(written(loaded.spec), loaded, store)
-
-
-def training_observers(loaded: LoadedSpec, folder: Path) -> list[TrainingObserver]:
-    """The observers of one training."""
-    return OBSERVE_TRAINING.made(written(loaded.spec), loaded, folder)

@@ -37,10 +37,11 @@ from engine.runner.counters import RunCounters
 from engine.runner.crash_isolation import CrashIsolation
 from engine.runner.failure_causes import Causes, Verdict, places
 from engine.runner.guarded import EpisodeGuard
-from engine.runner.observers import episode_observers
+from engine.runner.observers import OBSERVE_EPISODES
 from engine.runner.processes import refuse_many
 from engine.runner.source import EpisodeSource, rare_collections, run_workers, unfinished_episodes
 from engine.runner.summary import RunResult, RunSummary
+from engine.schemas.sections import written
 from engine.storable import words_of
 from engine.store.fork import shared_entries
 from engine.store.images import stored_images
@@ -163,7 +164,7 @@ class Runner:
         filters = record_filters(spec, format, self._services, images)
         self._executor = Executor(self._compiled, watch=self.counters.watch, filters=filters, clocks=self._clocks)
         self._tool_schemas = ToolSchemas(store.folder)
-        self._observers = episode_observers(loaded, store)
+        self._observers = OBSERVE_EPISODES.made(written(spec), loaded, store)
         self.guard = EpisodeGuard(format, loaded, store.folder) if backend.declared.exact_ids else None
         """Judges ended episodes; None where no row is trained on, because its exact ids are not known."""
         self.faults: list[str] = []

@@ -24,7 +24,8 @@ from msgspec.structs import replace
 
 from engine.backends.registry import open_backend
 from engine.errors import EngineError, TrainError
-from engine.runner.observers import training_observers
+from engine.runner.observers import OBSERVE_TRAINING
+from engine.schemas.sections import written
 from engine.spec.added import trains_backend
 from engine.store.lock import RunLock
 from engine.tokens.loading import load_format
@@ -90,7 +91,7 @@ class Trainer:
         self.keep_going = keep_going
         self.state = State()
         self.batch_log = BatchLog(folder)
-        self.observers = training_observers(loaded, folder)
+        self.observers = OBSERVE_TRAINING.made(written(loaded.spec), loaded, folder)
         self.last_lines: list[str] = []
         """What observers show at the end of the command's output."""
         self.source: StepSource = source_class(self.train)(self)
