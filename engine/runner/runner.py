@@ -34,12 +34,11 @@ from engine.episode.compiled import compile_spec
 from engine.episode.executor import Executor, RestartNeededError
 from engine.errors import EngineError, ReplayError, StoreError
 from engine.runner.counters import RunCounters
-from engine.runner.crash_isolation import CrashIsolation
 from engine.runner.failure_causes import Causes, Verdict, places
 from engine.runner.guarded import EpisodeGuard
 from engine.runner.observers import OBSERVE_EPISODES
 from engine.runner.processes import refuse_many
-from engine.runner.source import EpisodeSource, rare_collections, run_workers, unfinished_episodes
+from engine.runner.source import CrashIsolation, EpisodeSource, rare_collections, run_workers, unfinished_episodes
 from engine.runner.summary import RunResult, RunSummary
 from engine.schemas.sections import written
 from engine.storable import words_of
@@ -78,7 +77,7 @@ class _Attempt:
     sample: int
     journal: Journal
     alone: bool
-    """Run the spec's code in a worker process; see `engine.runner.crash_isolation`."""
+    """Run the spec's code in a worker process; see `engine.runner.source.CrashIsolation`."""
     given_up: EngineError | None
     """The episode fails with this error before anything runs."""
     losses: int = 0

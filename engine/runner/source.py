@@ -1,17 +1,17 @@
-"""A runner's question -> the next task and sample to run, until there is none; and the tasks that ask it, which end
-together."""
+"""A runner's question -> the next task and sample to run, and when it may begin, until there is none; and the tasks
+that ask it, which end together."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, Any
 
+from engine.errors import EngineError
 from engine.plugin import entries, load
-from engine.runner.crash_isolation import APART, CrashIsolation
 from engine.store.episode_rows import episode_id_of
 
 if TYPE_CHECKING:
@@ -47,6 +47,84 @@ class EpisodeSource:
 
     def ended(self, task: Task, sample: int, *, finished: bool) -> None:
         """Count an episode that has ended. finished: it is stored; else the engine could not finish it."""
+
+
+APART = 2
+"""Number of crashes from which an episode's code runs in a worker process."""
+BY_ITSELF = 3
+"""Number of crashes from which no other episode runs at the same time."""
+GIVEN_UP = 5
+"""Number of crashes from which an episode is not run again."""
+
+
+class CrashedError(EngineError):
+    """The engine died whenever this episode was run."""
+
+    kind = "engine_crashed"
+    blame = "engine"
+
+
+class CrashIsolation:
+    """Admits episodes by how often each was running when the engine died, so that none can kill the run again.
+
+    Such an episode may be the cause. The measures depend on its number of crashes:
+
+    - from 2: all code of the spec that the episode calls runs in a separate worker process, so that it can only kill
+      that process, which is a failure with blame;
+    - from 3: no other episode runs at the same time, because something else of the episode must have killed the engine;
+    - from 5: it ran alone at two crashes. It becomes a failure with blame `engine` and is not run.
+
+    Args:
+        crashes: How many crashes of the engine each episode was running at, by episode id.
+    """
+
+    def __init__(self, crashes: Mapping[str, int]) -> None:
+        self.crashes = crashes
+        self._running = 0
+        self._waiting = 0
+        """Number of episodes that wait for all others to end; no other episode is admitted before them."""
+        self._alone = False
+        self._changed = asyncio.Condition()
+
+    def given_up(self, episode: str) -> CrashedError | None:
+        """Return why an episode is not run any more; None if it is run."""
+        count = self.crashes.get(episode, 0)
+        if count < GIVEN_UP:
+            return None
+        return CrashedError(
+            f"the engine died {count} times while this episode was running, the last {GIVEN_UP - BY_ITSELF} times with "
+            "no other episode running; look for what its task, its images or its replies do to the engine's process"
+        )
+
+    @asynccontextmanager
+    async def admitted(self, episode: str) -> AsyncIterator[bool]:
+        """Wait until the episode may run; the value says whether its code runs in a worker process."""
+        if not self.crashes:  # the usual case
+            yield False
+            return
+        count = self.crashes.get(episode, 0)
+        by_itself = count >= BY_ITSELF
+        async with self._changed:
+            self._waiting += by_itself
+            try:
+                await self._changed.wait_for(
+                    lambda: not self._alone and not (self._running if by_itself else self._waiting)
+                )
+            finally:
+                self._waiting -= by_itself
+            self._alone = by_itself
+            self._running += 1
+        try:
+            yield count >= APART
+        finally:
+            self._running -= 1
+            if by_itself:
+                self._alone = False
+            await asyncio.shield(self._notify())
+
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
 
 
 def unfinished_episodes(

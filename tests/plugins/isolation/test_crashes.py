@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from slow_cases import slow_but
 
-from engine.runner.crash_isolation import APART, BY_ITSELF, GIVEN_UP, CrashIsolation
+from engine.runner.source import APART, BY_ITSELF, GIVEN_UP, CrashIsolation
 from engine.schemas.trajectory import Trajectory
 from engine.store import RunStore, find_run
 
