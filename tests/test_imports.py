@@ -64,7 +64,12 @@ def test_no_module_imports_itself_by_way_of_others() -> None:
 
 @pytest.mark.parametrize(
     "reader",
-    ["engine.runner.replay", "engine.plugins.replay.rescore", "engine.plugins.audit.store", "engine.store.fork"],
+    [
+        "engine.runner.replay",
+        "engine.plugins.replay.rescore",
+        "engine.plugins.audit.store",
+        "engine.store.episode_rows",
+    ],
 )
 def test_what_reads_journals_reaches_neither_a_backend_nor_the_executor(reader: str) -> None:
     known = modules()
@@ -77,7 +82,7 @@ def test_what_reads_journals_reaches_neither_a_backend_nor_the_executor(reader: 
         new += found
     driving = ("engine.episode.executor", *(f"engine.{name}" for name in RUNTIMES))
     assert [name for name in sorted(reached) if name.startswith(driving)] == []
-    assert "engine.episode.episode" in reached or reader == "engine.store.fork"
+    assert "engine.episode.episode" in reached or reader == "engine.store.episode_rows"
 
 
 def test_the_layers_name_every_module_of_the_engine() -> None:

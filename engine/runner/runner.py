@@ -42,7 +42,7 @@ from engine.runner.source import CrashIsolation, EpisodeSource, rare_collections
 from engine.runner.summary import RunResult, RunSummary
 from engine.schemas.sections import written
 from engine.storable import words_of
-from engine.store.fork import shared_entries
+from engine.store.episode_rows import shared_entries
 from engine.store.images import stored_images
 from engine.store.reading import never_built, until_end
 from engine.store.store import episode_id_of

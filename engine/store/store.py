@@ -41,7 +41,6 @@ from engine.store import codec, database, dropped, episode_rows
 from engine.store.ended import EndedList, report_lost
 from engine.store.episode_rows import episode_id_of
 from engine.store.find import find_run, open_elsewhere
-from engine.store.fork import begin_again, copy_shared
 from engine.store.header import RunHeader, package_versions
 from engine.store.images import measure
 from engine.store.journal import Journal
@@ -106,7 +105,7 @@ class RunStore(RunReader):
                 row = (1, header.run_id, header.name, header.created, header.engine_version, "running")
                 connection.execute("INSERT INTO run VALUES (?, ?, ?, ?, ?, ?, ?)", (*row, codec.json_of(header)))
                 if source is not None and header.fork is not None:
-                    copy_shared(connection, source, header.fork)
+                    episode_rows.copy_shared(connection, source, header.fork)
             draft.rename(run_folder / database.FILE)
             return cls.open(run_folder)
         except BaseException as error:
@@ -220,7 +219,8 @@ class RunStore(RunReader):
         Raises:
             StoreError: the write failed, and no episode has changed.
         """
-        ids: list[str] = await self._writing().do(lambda connection: begin_again(connection, blames, self.header.fork))
+        job = partial(episode_rows.begin_again, blames=blames, fork=self.header.fork)
+        ids: list[str] = await self._writing().do(job)
         return ids
 
     async def drop(self, episode_ids: Sequence[str], *, keep_failed: bool = False) -> dropped.Content:

@@ -11,7 +11,7 @@ from one_deleted import copy_without, python
 
 from engine.known_plugins import KNOWN
 from engine.store.codec import entry_row
-from engine.store.fork import shared_entries
+from engine.store.episode_rows import shared_entries
 
 SCRIPT = Path(__file__).parents[1] / "without_plugins.py"
 SHOWN = ["show latest", "show latest a/0", "show latest a/0 --json", "export latest --out rows.jsonl"]
