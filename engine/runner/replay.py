@@ -23,7 +23,7 @@ from engine.schemas.base import Struct
 from engine.schemas.trajectory import Failure
 from engine.storable import valid_text, words_of
 from engine.store.images import stored_images
-from engine.store.reading import never_built, until_end
+from engine.store.reading import never_built
 from engine.store.reviews import review_facts
 from engine.store.scores import EpisodeScore
 
@@ -83,7 +83,7 @@ class Replayer:
             objects = EpisodeObjects(toolbox=self._object_builder.shared_toolbox)
         try:
             episode = self._compiled.episode(task, sample, objects.toolbox.schemas if objects.toolbox else [])
-            for entry in until_end(journal)[:upto]:
+            for entry in journal[:upto]:
                 episode.follow(entry)
             return episode
         finally:
@@ -99,7 +99,7 @@ class Replayer:
             journal = self._store.journal(stored.episode_id)
             episode = await self.rebuild(task, stored.sample_index, journal, 0)
             episode.facts.update(self._review_facts(stored.episode_id))
-            for entry in until_end(journal):
+            for entry in journal:
                 try:
                     episode.follow(entry)
                 except ReplayError as error:

@@ -44,7 +44,7 @@ from engine.schemas.sections import written
 from engine.storable import words_of
 from engine.store.episode_rows import shared_entries
 from engine.store.images import stored_images
-from engine.store.reading import never_built, until_end
+from engine.store.reading import never_built
 from engine.store.store import episode_id_of
 from engine.store.tool_schemas import ToolSchemas
 
@@ -263,7 +263,7 @@ class Runner:
         """Open the journal of an episode. One at which the engine died too often begins anew, and fails."""
         journal = await self._store.begin(task, sample, attempt=attempt)
         given_up = self._isolation.given_up(journal.episode_id)
-        if given_up is not None and self._compiled.has_ended(until_end(journal.entries)):
+        if self._compiled.has_ended(journal.entries):
             given_up = None
         if given_up is not None:
             await journal.restart()
@@ -278,7 +278,7 @@ class Runner:
             LoopReplacedError: other code blocked the loop of its objects; it can be resumed from its journal.
         """
         journal, builder = attempt.journal, self._object_builder
-        entries = until_end(journal.entries)
+        entries = journal.entries
         ended = self._compiled.has_ended(entries)
         SCOPE.set(EpisodeScope(journal.episode_id, attempt.losses, last=attempt.last))
         objects, broken = builder.none(), attempt.given_up
@@ -330,7 +330,9 @@ class Runner:
         elif attempt.anew:
             raise error
         else:
-            shared = self._shared(attempt.journal.episode_id)
+            fork = self._store.header.fork
+            first = self._store.journal(attempt.journal.episode_id, 0) if fork is not None else []
+            shared = shared_entries(first, fork.turn) if fork is not None else first
             if shared and len(attempt.journal.entries) <= len(shared):
                 raise ReplayError(f"{error}; so it cannot share turns with a fork of its run") from error
             log.warning("episode begins anew", reason=str(error))
@@ -401,11 +403,6 @@ class Runner:
     async def _close_service(self, service: EpisodeService) -> None:
         self.service_stats |= service.stats()
         await service.close()
-
-    def _shared(self, episode_id: str) -> Sequence[JournalEntry]:
-        """Return the entries that the episode shares with the run from which this one was forked."""
-        fork = self._store.header.fork
-        return shared_entries(self._store.journal(episode_id, 0), fork.turn) if fork is not None else []
 
 
 def _of_objects(error: EngineError, entries: Sequence[JournalEntry], *, ended: bool) -> EngineError:

@@ -101,12 +101,6 @@ def journal_rows(connection: sqlite3.Connection, number: int, attempt: int) -> l
     ).fetchall()
 
 
-def until_end(journal: Sequence[JournalEntry]) -> Sequence[JournalEntry]:
-    """A journal up to the entry that ends it. Older engines could perform a final state again after a crash."""
-    end = next((index for index, entry in enumerate(journal, start=1) if not entry.dest), len(journal))
-    return journal[:end]
-
-
 def never_built(journal: Sequence[JournalEntry]) -> bool:
     """Whether a journal belongs to an episode whose objects could not be built, so that it continued without them."""
     return bool(journal) and isinstance(first := journal[0].record, FailureRecord) and not first.built
