@@ -21,6 +21,7 @@ from __future__ import annotations
 import sqlite3
 import time
 from collections.abc import Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import astuple
@@ -259,23 +260,22 @@ def copy_shared(connection: sqlite3.Connection, source: RunReader, fork: Fork) -
     Raises:
         StoreError: the other run cannot be read, or an image of it is damaged.
     """
-    connection.execute("BEGIN IMMEDIATE")
-    for digest in source.image_digests():
-        connection.execute("INSERT INTO images VALUES (?, ?, ?, ?, ?)", astuple(source.image(digest)))
-    tasks: set[str] = set()
-    for row in source.episodes():
-        if row.task_id not in tasks:
-            tasks.add(row.task_id)
-            task = source.task(row.task_id)
-            connection.execute("INSERT INTO tasks VALUES (?, ?, ?)", (task.id, task.index, codec.json_of(task.fields)))
-        connection.execute(
-            "INSERT INTO episodes (number, id, task_id, task_index, sample_index, seed, status) "
-            "VALUES (?, ?, ?, ?, ?, ?, 'pending')",
-            (row.number, row.id, row.task_id, row.task_index, row.sample_index, row.seed),
-        )
-        entries = shared_entries(source.journal(row.id), fork.turn)
-        database.insert(connection, "journal", [(row.number, 0, *codec.entry_row(entry)) for entry in entries])
-    connection.execute("COMMIT")
+    with connection:
+        connection.execute("BEGIN IMMEDIATE")
+        for digest in source.image_digests():
+            connection.execute("INSERT INTO images VALUES (?, ?, ?, ?, ?)", astuple(source.image(digest)))
+        for task_id, rows in groupby(source.episodes(), key=lambda row: row.task_id):
+            task = source.task(task_id)
+            values = (task.id, task.index, codec.json_of(task.fields))
+            connection.execute("INSERT OR IGNORE INTO tasks VALUES (?, ?, ?)", values)
+            for row in rows:
+                connection.execute(
+                    "INSERT INTO episodes (number, id, task_id, task_index, sample_index, seed, status) "
+                    "VALUES (?, ?, ?, ?, ?, ?, 'pending')",
+                    (row.number, row.id, row.task_id, row.task_index, row.sample_index, row.seed),
+                )
+                entries = shared_entries(source.journal(row.id), fork.turn)
+                database.insert(connection, "journal", [(row.number, 0, *codec.entry_row(entry)) for entry in entries])
 
 
 def begin_again(connection: sqlite3.Connection, blames: Sequence[str], fork: Fork | None) -> list[str]:
@@ -289,8 +289,7 @@ def begin_again(connection: sqlite3.Connection, blames: Sequence[str], fork: For
     numbers = [(number,) for number, _ in failed]
     for number, _ in failed:
         dropped.forget(connection, number)
-    if fork is not None:
-        for number, _ in failed:
+        if fork is not None:
             _keep_shared(connection, number, fork.turn)
     for table in _DERIVED:
         connection.executemany(f"DELETE FROM {table} WHERE episode = ?", numbers)
@@ -300,10 +299,7 @@ def begin_again(connection: sqlite3.Connection, blames: Sequence[str], fork: For
 
 def _keep_shared(connection: sqlite3.Connection, number: int, turn: int) -> None:
     """Begin the next attempt's journal with what the first attempt shares with the run that was forked."""
-    rows = connection.execute(
-        f"SELECT {ENTRY} FROM journal WHERE episode = ? AND attempt = 0 ORDER BY seq", (number,)
-    ).fetchall()
-    shared = shared_entries([codec.read_entry(row) for row in rows], turn)
+    shared = shared_entries([codec.read_entry(row) for row in journal_rows(connection, number, 0)], turn)
     keep = next((at for at, entry in enumerate(shared) if entry.record.kind == "failure"), len(shared))
     connection.execute(
         f"INSERT INTO journal SELECT episode, (SELECT attempt + 1 FROM episodes WHERE number = ?), {ENTRY} "

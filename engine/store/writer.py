@@ -20,7 +20,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator
 from queue import Empty, SimpleQueue
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import structlog
@@ -28,6 +28,9 @@ import structlog
 from engine.errors import EngineError, StoreError
 from engine.store.database import MAX_ROWS, insert, problem
 from engine.store.ended import Ended, EndedList
+
+if TYPE_CHECKING:
+    from engine.store.journal import Journal
 
 log = structlog.get_logger(__name__)
 
@@ -42,13 +45,6 @@ FINISHING = 64
 episode."""
 
 
-class OrderedWrites(Protocol):
-    """Writes of which none is made after one that failed: a journal."""
-
-    failure: StoreError | None
-    """The error of the first failed write, set by the writer."""
-
-
 class Write(msgspec.Struct, eq=False, kw_only=True):
     """One write: a journal row, or a function of the connection. Awaiting it waits for its commit, and raises its
     error.
@@ -58,7 +54,8 @@ class Write(msgspec.Struct, eq=False, kw_only=True):
 
     row: tuple[Any, ...] | None = None
     job: Callable[[sqlite3.Connection], Any] | None = None
-    journal: OrderedWrites | None = None
+    journal: Journal | None = None
+    """After one of its writes that failed, none is made."""
     weight: int = 0
     durable: bool = False
     """Whether it is committed. Set by the loop's thread, as what follows."""
@@ -159,7 +156,7 @@ class Writer:
     def do(
         self,
         job: Callable[[sqlite3.Connection], Any],
-        journal: OrderedWrites | None = None,
+        journal: Journal | None = None,
         size: int = 0,
         *,
         at_once: bool = False,
@@ -240,16 +237,11 @@ class Writer:
         try:
             self._commit(writes)
         except Exception as error:  # noqa: BLE001  (reported to the waiting tasks)
-            self._rollback()
             if len(writes) == 1:
                 self._fail(writes[0], error)
                 return
             for write in writes:
-                try:
-                    self._commit([write])
-                except Exception as alone:  # noqa: BLE001  (as above)
-                    self._rollback()
-                    self._fail(write, alone)
+                self._commit_all([write])
 
     def _commit(self, writes: list[Write]) -> None:
         rows = []
@@ -265,20 +257,15 @@ class Writer:
         if not jobs and len(rows) <= MAX_ROWS:  # one statement, which is a commit by itself
             insert(connection, "journal", rows)
             return
-        connection.execute("BEGIN IMMEDIATE")
-        # Rows first: a function that depends on a row (`finish`) was submitted after it.
-        if rows:
+        with connection:
+            connection.execute("BEGIN IMMEDIATE")
+            # Rows first: a function that depends on a row (`finish`) was submitted after it.
             insert(connection, "journal", rows)
-        for write in jobs:
-            assert write.job is not None
-            write.result = write.job(connection)
-        connection.execute("COMMIT")
+            for write in jobs:
+                assert write.job is not None
+                write.result = write.job(connection)
         if self._ended is not None and (ended := [write.result for write in jobs if isinstance(write.result, Ended)]):
             self._ended.add(ended)
-
-    def _rollback(self) -> None:
-        if self._connection.in_transaction:
-            self._connection.execute("ROLLBACK")
 
     def _fail(self, write: Write, error: BaseException) -> None:
         failure = error if isinstance(error, EngineError) else self._failure(error)

@@ -57,8 +57,7 @@ def measure_groups(folder: Path, groups: Iterable[Sequence[str]], *, keep_failed
         size = space(connection)
         compacted = Compacted(size, size)
         for episodes in groups:
-            content = measure(connection, episodes, keep_failed=keep_failed)
-            _count(compacted, content)
+            _count(compacted, measure(connection, episodes, keep_failed=keep_failed))
         compacted.total = read_dropped(connection)
         return compacted
 
@@ -79,7 +78,8 @@ def compact(folder: Path, groups: Iterable[Sequence[str]], *, keep_failed: bool)
         before = space(connection)
         compacted = Compacted(before, before)
         for episodes in groups:
-            with _commit(connection):
+            with connection:
+                connection.execute("BEGIN IMMEDIATE")
                 content = drop(connection, episodes, keep_failed=keep_failed)
             _count(compacted, content)
         _drop_images(connection, compacted)
@@ -115,18 +115,6 @@ def _locked(folder: Path) -> Iterator[None]:
         lock.release()
 
 
-@contextmanager
-def _commit(connection: sqlite3.Connection) -> Iterator[None]:
-    connection.execute("BEGIN IMMEDIATE")
-    try:
-        yield
-        connection.execute("COMMIT")
-    except BaseException:
-        if connection.in_transaction:
-            connection.execute("ROLLBACK")
-        raise
-
-
 def _drop_images(connection: sqlite3.Connection, compacted: Compacted) -> None:
     """Delete the images that no journal, trajectory or task of the run names. Only while no episode runs: it stores
     images first."""
@@ -137,7 +125,8 @@ def _drop_images(connection: sqlite3.Connection, compacted: Compacted) -> None:
     gone = [digest for digest in sizes if digest not in named]
     for start in range(0, len(gone), _IMAGES_PER_COMMIT):
         part = gone[start : start + _IMAGES_PER_COMMIT]
-        with _commit(connection):
+        with connection:
+            connection.execute("BEGIN IMMEDIATE")
             connection.executemany("DELETE FROM images WHERE digest = ?", [(digest,) for digest in part])
         compacted.images += len(part)
         compacted.image_size += sum(sizes[digest] for digest in part)
