@@ -10,6 +10,7 @@ import re
 import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from fnmatch import fnmatchcase
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -39,7 +40,6 @@ from engine.spec.references import (
 if TYPE_CHECKING:
     from engine.schemas.episode import EpisodeSpec
     from engine.spec.load import LoadedSpec
-    from engine.spec.text.diagnostic import Origin
 
 _PACKAGES = (
     "numpy",
@@ -140,6 +140,7 @@ class RunHeader(Contract):
             if kept_by_reference(path, text)
         ]
         salt = new_salt() if references else ""
+        absolute = {file: str(Path(file).absolute()) for file in loaded.sources}
         return cls(
             run_id=run_id or new_run_id(spec.name, now),
             name=spec.name,
@@ -149,10 +150,13 @@ class RunHeader(Contract):
             plugins=_plugins(spec),
             spec=with_references(dump(spec), references),
             spec_path=str(loaded.path),
-            sources={_absolute(file): text for file, text in loaded.sources.items()},
+            sources={absolute[file]: text for file, text in loaded.sources.items()},
             overrides=list(overrides),
             data=with_references(loaded.data, references),
-            origins=[_place(path, origin, loaded.sources) for path, origin in loaded.origins.items()],
+            origins=[
+                (list(path), absolute.get(origin.file, origin.file), origin.line, origin.column, origin.via)
+                for path, origin in loaded.origins.items()
+            ],
             evaluation=evaluation,
             fork=fork,
             references=[(list(reference.path), reference.text, reference.typed) for reference in references],
@@ -267,17 +271,6 @@ def _plugins(spec: EpisodeSpec) -> dict[str, RunPlugin]:
     return plugins
 
 
-def _absolute(file: str) -> str:
-    return str(Path(file).absolute())
-
-
-def _place(
-    path: Sequence[str | int], origin: Origin, sources: Mapping[str, str]
-) -> tuple[list[str | int], str, int, int, str]:
-    file = _absolute(origin.file) if origin.file in sources else origin.file
-    return list(path), file, origin.line, origin.column, origin.via
-
-
 def new_run_id(name: str, now: float | None = None) -> str:
     """Make a new run id: `<name>-<YYYYmmdd>-<HHMMSS>-<4 hex>`, in UTC."""
     stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime(now))
@@ -285,29 +278,28 @@ def new_run_id(name: str, now: float | None = None) -> str:
 
 
 @cache
-def _versions() -> tuple[tuple[str, str], ...]:
-    versions = [("python", platform.python_version())]
-    for package in _PACKAGES:
-        try:
-            versions.append((package, version(package)))
-        except PackageNotFoundError:
-            continue
-    return tuple(versions)
-
-
 def package_versions() -> dict[str, str]:
     """Return the versions of Python and of the packages in `_PACKAGES` that are installed, by name."""
-    return dict(_versions())
+    versions = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        with suppress(PackageNotFoundError):
+            versions[package] = version(package)
+    return versions
 
 
-def differences(before: Any, after: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Yield (path, value before, value after) for each value that differs in two documents. A list is one value.
+def differences(before: Any, after: Any, path: str = "", *, in_lists: bool = False) -> Iterator[tuple[str, Any, Any]]:
+    """Yield (path, value before, value after) for each value that differs in two documents.
 
-    A key that one document does not have has the value None there.
+    A key that one document does not have has the value None there. A list is one value; with `in_lists` its entries are
+    compared, if both lists have as many.
     """
     if isinstance(before, Mapping) and isinstance(after, Mapping):
         for key in {**before, **after}:
-            yield from differences(before.get(key), after.get(key), f"{path}.{key}" if path else key)
+            inner = f"{path}.{key}" if path else key
+            yield from differences(before.get(key), after.get(key), inner, in_lists=in_lists)
+    elif in_lists and isinstance(before, list) and isinstance(after, list) and len(before) == len(after):
+        for index, (one, other) in enumerate(zip(before, after, strict=True)):
+            yield from differences(one, other, f"{path}[{index}]", in_lists=True)
     elif before != after:
         yield path, before, after
 

@@ -7,13 +7,13 @@ spec that differs in a way that would have changed the episodes is refused, and 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import StoreError
 from engine.masking import mask_values
 from engine.runner.replay import Replayer
+from engine.store import header
 
 if TYPE_CHECKING:
     from engine.schemas.episode import EpisodeSpec
@@ -59,29 +59,14 @@ class Rescored:
 
 def differences(old: EpisodeSpec, new: EpisodeSpec) -> list[str]:
     """Describe the places where the new spec would have changed the episodes."""
-    found: list[str] = []
-    for name in MATTERS:
-        if hasattr(old, name):
-            found += _differences(_plain(getattr(old, name)), _plain(getattr(new, name)), name)
-    found += _differences(_plain(old.rewards.scorer), _plain(new.rewards.scorer), "rewards.scorer")
-    return found
-
-
-def _plain(value: Any) -> Any:
-    if hasattr(value, "model_dump"):
-        return value.model_dump(mode="json", by_alias=True)
-    return [_plain(item) for item in value] if isinstance(value, list) else value
-
-
-def _differences(old: Any, new: Any, path: str) -> Iterator[str]:
-    if isinstance(old, Mapping) and isinstance(new, Mapping):
-        for key in dict.fromkeys([*old, *new]):
-            yield from _differences(old.get(key), new.get(key), f"{path}.{key}")
-    elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
-        for index, (one, other) in enumerate(zip(old, new, strict=True)):
-            yield from _differences(one, other, f"{path}[{index}]")
-    elif old != new:
-        yield f"{path}: {_short(old)} in the run, {_short(new)} in the spec"
+    before, after = old.model_dump(mode="json", by_alias=True), new.model_dump(mode="json", by_alias=True)
+    parts = {name: (before.get(name), after.get(name)) for name in MATTERS}
+    parts["rewards.scorer"] = before["rewards"].get("scorer"), after["rewards"].get("scorer")
+    return [
+        f"{path}: {_short(one)} in the run, {_short(other)} in the spec"
+        for name, (of_run, of_spec) in parts.items()
+        for path, one, other in header.differences(of_run, of_spec, name, in_lists=True)
+    ]
 
 
 def _short(value: Any) -> str:
