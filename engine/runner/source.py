@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mappin
 from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, Any
 
-from engine.errors import EngineError
+from engine.errors import SpecCodeError
 from engine.plugin import entries, load
 from engine.store.episode_rows import episode_id_of
 
@@ -57,13 +57,6 @@ GIVEN_UP = 5
 """Number of crashes from which an episode is not run again."""
 
 
-class CrashedError(EngineError):
-    """The engine died whenever this episode was run."""
-
-    kind = "engine_crashed"
-    blame = "engine"
-
-
 class CrashIsolation:
     """Admits episodes by how often each was running when the engine died, so that none can kill the run again.
 
@@ -86,14 +79,16 @@ class CrashIsolation:
         self._alone = False
         self._changed = asyncio.Condition()
 
-    def given_up(self, episode: str) -> CrashedError | None:
+    def given_up(self, episode: str) -> SpecCodeError | None:
         """Return why an episode is not run any more; None if it is run."""
         count = self.crashes.get(episode, 0)
         if count < GIVEN_UP:
             return None
-        return CrashedError(
+        return SpecCodeError(
             f"the engine died {count} times while this episode was running, the last {GIVEN_UP - BY_ITSELF} times with "
-            "no other episode running; look for what its task, its images or its replies do to the engine's process"
+            "no other episode running; look for what its task, its images or its replies do to the engine's process",
+            blame="engine",
+            kind="engine_crashed",
         )
 
     @asynccontextmanager

@@ -49,21 +49,6 @@ _BY_NAME = ("names", "seconds")
 
 
 @dataclass(slots=True)
-class SourceSums:
-    """Sums over the finished episodes of one source of a mix."""
-
-    episodes: int = 0
-    solved: int = 0
-    reward: float = 0.0
-
-    def add(self, outcome: Outcome) -> None:
-        """Count one finished episode."""
-        self.episodes += 1
-        self.solved += outcome.solved
-        self.reward += outcome.reward
-
-
-@dataclass(slots=True)
 class RunSummary:
     """Sums over finished episodes."""
 
@@ -96,11 +81,11 @@ class RunSummary:
     """How many of them began for which reason; without the first row of each episode."""
     mix: Collection[str] = ()
     """Names of the sources of `tasks.mix`."""
-    sources: dict[str, SourceSums] = field(default_factory=dict)
+    sources: dict[str, RunSummary] = field(default_factory=dict)
     """Sums by source, in the order of `mix`."""
 
     def __post_init__(self) -> None:
-        self.sources |= {name: SourceSums() for name in self.mix}
+        self.sources |= {name: RunSummary() for name in self.mix}
 
     @property
     def unchecked_words(self) -> str:
@@ -121,7 +106,7 @@ class RunSummary:
         self.reward += outcome.reward
         self.outcomes[label(outcome)] += 1
         if self.mix:
-            self.sources[trajectory.task_id.partition(":")[0]].add(outcome)
+            self.sources[trajectory.task_id.partition(":")[0]].add(trajectory)
         transitions = self.transitions
         for taken in trajectory.path:
             transitions[taken] += 1
@@ -164,10 +149,7 @@ class RunSummary:
             self.turn_rewards[index][0] += total
             self.turn_rewards[index][1] += reached
         for name, sums in other.sources.items():
-            mine = self.sources.setdefault(name, SourceSums())
-            mine.episodes += sums.episodes
-            mine.solved += sums.solved
-            mine.reward += sums.reward
+            self.sources.setdefault(name, RunSummary()).merge(sums)
         self.causes.merge(other.causes)
 
     @property
