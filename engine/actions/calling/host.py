@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -58,12 +58,13 @@ class InvalidArguments(Exception):
 class HostedCallable:
     """A callable that a host runs: it applies its deadline itself, from the time when it can begin.
 
-    No ABC, nor are the two below: `isinstance`, which each call asks, would call Python code.
+    Args:
+        call: Calls it with a list of arguments, and `seconds`, `blame` and `what` by name. Raises as
+            `engine.actions.calling.code_call.call_spec_code`.
     """
 
-    async def call(self, arguments: Sequence[Any], *, seconds: float | None, blame: Blame, what: str) -> Any:
-        """Call it. Raises as `engine.actions.calling.code_call.call_spec_code`."""
-        raise NotImplementedError
+    def __init__(self, call: Callable[..., Awaitable[Any]]) -> None:
+        self.call = call
 
     async def __call__(self, *arguments: Any) -> Any:
         """Call it without a deadline."""
@@ -71,7 +72,10 @@ class HostedCallable:
 
 
 class HostedTool:
-    """A tool that a host runs and whose arguments it checks."""
+    """A tool that a host runs and whose arguments it checks.
+
+    No ABC, nor is the class below: `isinstance`, which each call asks, would call Python code.
+    """
 
     @property
     def lost(self) -> bool:
@@ -124,16 +128,13 @@ class SpecCode(ABC):
         """
 
 
-class EpisodeHost(ABC):
+class EpisodeHost(Struct, frozen=True, kw_only=True):
     """Runs all code of one episode."""
 
-    @abstractmethod
-    def load(self, code: SpecCode) -> SpecCode:
-        """Return the same code, run here."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """End whatever still runs."""
+    load: Callable[[SpecCode], SpecCode]
+    """Returns the same code, run here."""
+    close: Callable[[], None]
+    """Ends whatever still runs."""
 
 
 class CodeHost(ABC):

@@ -10,6 +10,7 @@ import asyncio
 import json
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,7 +32,6 @@ from engine.plugins.isolation.remote import (
     Cell,
     CellPool,
     RemoteFunction,
-    RemoteMethod,
     RemoteObject,
     RemoteTool,
     read_error,
@@ -113,7 +113,7 @@ class CodeInCell(SpecCode):
     def function(self, answer: str) -> HostedCallable:
         """See `SpecCode.function`."""
         function = RemoteObject(self.origin, self._cell, pure=True, blame="environment")
-        return RemoteMethod(function, "__call__", answer)
+        return HostedCallable(partial(function.ask, "__call__", answer))
 
     def tool(self) -> tuple[HostedTool, ToolShape]:
         """See `SpecCode.tool`."""
@@ -125,21 +125,6 @@ class CodeInCell(SpecCode):
         """See `SpecCode.build`."""
         held = RemoteObject(self.origin, self._cell, pure=effects == "pure", blame=blame)
         return await held.open_or_release(seconds)
-
-
-class OneWorker(EpisodeHost):
-    """All code of one episode in one worker."""
-
-    def __init__(self, cell: Cell) -> None:
-        self._cell = cell
-
-    def load(self, code: SpecCode) -> SpecCode:
-        """See `EpisodeHost.load`."""
-        return CodeInCell(code, self._cell)
-
-    def close(self) -> None:
-        """See `EpisodeHost.close`."""
-        self._cell.kill()
 
 
 class Isolation(CodeHost):
@@ -168,10 +153,11 @@ class Isolation(CodeHost):
             )
         return ProcessCode(origin, description, limits, self._zygote, isolation.workers)
 
-    def apart(self, base: Path) -> OneWorker:
-        """See `CodeHost.apart`."""
+    def apart(self, base: Path) -> EpisodeHost:
+        """See `CodeHost.apart`. All code of the episode runs in one worker."""
         self._zygote.folders.update((str(base.resolve()), str(Path().resolve())))
-        return OneWorker(Cell(self._zygote, self.limits_of(IsolationSpec(mode="process", user="engine"))))
+        cell = Cell(self._zygote, self.limits_of(IsolationSpec(mode="process", user="engine")))
+        return EpisodeHost(load=partial(CodeInCell, cell=cell), close=cell.kill)
 
     def limits_of(self, spec: IsolationSpec) -> Limits:
         """A spec's limits, with defaults for omitted ones."""

@@ -14,6 +14,7 @@ import re
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any, Self
 
@@ -171,10 +172,10 @@ class RemoteObject(HostedObject):
         """Whether it had state in a worker that has ended."""
         return not self._pure and self.opened and (self._worker is None or not self._worker.alive)
 
-    def __getattr__(self, name: str) -> RemoteMethod:
+    def __getattr__(self, name: str) -> HostedCallable:
         if name.startswith("_") or name not in self._has:
             raise AttributeError(f"`{self._origin.use}` has no method `{name}`")
-        return RemoteMethod(self, name, EXPECTS.get(name, "none"))
+        return HostedCallable(partial(self.ask, name, EXPECTS.get(name, "none")))
 
     def offered(self) -> list[tuple[HostedTool, ToolShape]]:
         """See `HostedObject.offered`."""
@@ -261,7 +262,7 @@ class RemoteObject(HostedObject):
         return self._worker
 
     async def ask(
-        self, method: str, arguments: Sequence[Any], expects: str, *, seconds: float | None, blame: Blame, what: str
+        self, method: str, expects: str, arguments: Sequence[Any], *, seconds: float | None, blame: Blame, what: str
     ) -> Any:
         """Call a method and validate its answer.
 
@@ -349,7 +350,7 @@ class RemoteObject(HostedObject):
     @property
     def close(self) -> HostedCallable:
         """Closes it and returns its worker."""
-        return Release(self)
+        return HostedCallable(lambda _, *, seconds, **named: self.release(seconds))
 
     async def release(self, seconds: float) -> None:
         """Call its `close`, if it has one, delete it in its worker, and return the worker.
@@ -378,18 +379,6 @@ class RemoteObject(HostedObject):
                 returned(self._cell, self._origin.use)
 
 
-class Release(HostedCallable):
-    """The end of an object in a worker."""
-
-    def __init__(self, held: RemoteObject) -> None:
-        self._held = held
-
-    async def call(self, arguments: Sequence[Any], *, seconds: float | None, blame: Blame, what: str) -> None:
-        """See `RemoteObject.release`."""
-        assert seconds is not None
-        await self._held.release(seconds)
-
-
 class RemoteFunction(HostedCallable):
     """A function in workers: a scorer, a custom action or a tool. It has no state, so the end of a worker loses only
     one call."""
@@ -397,6 +386,7 @@ class RemoteFunction(HostedCallable):
     lost = False
 
     def __init__(self, origin: CodeOrigin, pool: CellPool, expects: str) -> None:
+        super().__init__(self._ask)
         self._origin = origin
         self._pool = pool
         self._expects = expects
@@ -413,37 +403,14 @@ class RemoteFunction(HostedCallable):
         finally:
             self._pool.give(cell, self._origin.use, function)
 
-    async def call(self, arguments: Sequence[Any], *, seconds: float | None, blame: Blame, what: str) -> Any:
-        """See `RemoteObject.ask`."""
+    async def _ask(self, arguments: Sequence[Any], *, seconds: float | None, blame: Blame, what: str) -> Any:
         async with self.leased(blame) as function:
-            return await function.ask("__call__", arguments, self._expects, seconds=seconds, blame=blame, what=what)
+            return await function.ask("__call__", self._expects, arguments, seconds=seconds, blame=blame, what=what)
 
-    async def ask_tool(
-        self,
-        name: str,
-        arguments: Mapping[str, Any],
-        view: EpisodeView | None,
-        calls: bool,
-        *,
-        seconds: float,
-        what: str,
-    ) -> Any:
+    async def ask_tool(self, *request: Any, seconds: float, what: str) -> Any:
         """See `RemoteObject.ask_tool`."""
         async with self.leased("tool") as function:
-            return await function.ask_tool(name, arguments, view, calls, seconds=seconds, what=what)
-
-
-class RemoteMethod(HostedCallable):
-    """A method of an object in a worker."""
-
-    __slots__ = ("_expects", "_method", "_owner")
-
-    def __init__(self, owner: RemoteObject, method: str, expects: str) -> None:
-        self._owner, self._method, self._expects = owner, method, expects
-
-    async def call(self, arguments: Sequence[Any], *, seconds: float | None, blame: Blame, what: str) -> Any:
-        """See `RemoteObject.ask`."""
-        return await self._owner.ask(self._method, arguments, self._expects, seconds=seconds, blame=blame, what=what)
+            return await function.ask_tool(*request, seconds=seconds, what=what)
 
 
 class RemoteTool(HostedTool):
