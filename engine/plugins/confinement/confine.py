@@ -19,6 +19,7 @@ import mmap
 import os
 import pwd
 import resource
+import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -83,18 +84,9 @@ def _become(libc: ctypes.CDLL, confinement: Confinement) -> None:
 
 def _keep_reading(libc: ctypes.CDLL) -> bool:
     """Keep only CAP_DAC_READ_SEARCH, also for programs that the worker starts."""
-
-    class Header(ctypes.Structure):
-        _fields_ = (("version", ctypes.c_uint32), ("pid", ctypes.c_int))
-
-    class Data(ctypes.Structure):
-        _fields_ = (("effective", ctypes.c_uint32), ("permitted", ctypes.c_uint32), ("inheritable", ctypes.c_uint32))
-
-    header, data = Header(_CAP_VERSION, 0), (Data * 2)()
-    data[0].effective = data[0].permitted = data[0].inheritable = 1 << _DAC_READ_SEARCH
-    if libc.capset(ctypes.byref(header), data) != 0:
-        return False
-    return bool(libc.prctl(_AMBIENT, _RAISE, _DAC_READ_SEARCH, 0, 0) == 0)
+    header = struct.pack("Ii", _CAP_VERSION, 0)
+    data = struct.pack("6I", *[1 << _DAC_READ_SEARCH] * 3, 0, 0, 0)  # effective, permitted, inheritable; higher numbers
+    return bool(libc.capset(header, data) == 0 and libc.prctl(_AMBIENT, _RAISE, _DAC_READ_SEARCH, 0, 0) == 0)
 
 
 def free_uid(taken: set[int]) -> int:
