@@ -31,17 +31,9 @@ def _environment(spec: EpisodeSpec, state: StateSpec) -> float:
     return spec.environment.timeout if spec.environment else 0.0
 
 
-def _generation(spec: EpisodeSpec, state: StateSpec) -> float:
-    return spec.backend.reply_seconds
-
-
 def _tools(spec: EpisodeSpec, state: StateSpec) -> float:
     seconds = [tool.timeout or spec.limits.tool_seconds for tool in spec.tools]
     return max([*seconds, *([spec.limits.tool_seconds] if spec.environment else [])], default=0.0)
-
-
-def _users(spec: EpisodeSpec, state: StateSpec) -> float:
-    return max((user.seconds for user in spec.users_by_name.values()), default=0.0)
 
 
 def _scoring(spec: EpisodeSpec, state: StateSpec) -> float:
@@ -60,7 +52,7 @@ _CORE: Mapping[str, ActionFacts] = {
         use="engine.actions.generate:GenerateAction",
         does="Sample one reply of the model.",
         events=("tool_calls", "answered", "truncated", "malformed", "aborted"),
-        seconds=_generation,
+        seconds=lambda spec, state: spec.backend.reply_seconds,
         speaks="assistant",
         calls={"tool_calls": SURE_CALLS, "answered": NO_CALLS},
         overflows=True,
@@ -77,7 +69,7 @@ _CORE: Mapping[str, ActionFacts] = {
         use="engine.actions.spec_code:AskUserAction",
         does="Ask the user for an answer.",
         events=("feedback", "satisfied"),
-        seconds=_users,
+        seconds=lambda spec, state: max((user.seconds for user in spec.users_by_name.values()), default=0.0),
         speaks="user",
     ),
     "score": ActionFacts(

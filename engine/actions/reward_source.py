@@ -139,11 +139,10 @@ class CodeRewards(RewardSource):
             what=self._what,
             effects=self._effects,
         )
-        wrong = None if isinstance(rewards, list) else type(rewards).__name__
-        for reward in rewards if wrong is None else ():
-            if not isinstance(reward, RewardEvent):
-                wrong = f"a list with {type(reward).__name__}"
-                break
+        wrong: str | None = type(rewards).__name__
+        if isinstance(rewards, list):
+            others = (f"a list with {type(item).__name__}" for item in rewards if not isinstance(item, RewardEvent))
+            wrong = next(others, None)
         if wrong is not None:
             words = f"{self._what} returned {wrong}; it must return a list of RewardEvent"
             raise SpecCodeError(words, blame="environment", kind="environment_bad_reply")

@@ -149,12 +149,10 @@ def _answer(call_id: str, name: str, error: Any, words: str) -> ToolResult:
 
 def _failed(call: ToolCall, tool: BoundTool, error: SpecCodeError, seconds: float) -> ToolResult:
     """The result of a tool that raised or took too long. Raises the error where the policy must not see it."""
-    if isinstance(error, LoopReplacedError):  # not caused by the tool
+    lost = isinstance(tool.function, HostedTool) and tool.function.lost  # its state is, so the episode cannot continue
+    # A replaced loop is not caused by the tool. A bad result of a worker process fails as in `_result`.
+    if lost or isinstance(error, LoopReplacedError) or error.kind == "tool_bad_result":
         raise error
-    if isinstance(tool.function, HostedTool) and tool.function.lost:
-        raise error  # the tool's state is lost, so the episode cannot continue
-    if error.kind == "tool_bad_result":
-        raise error  # of a worker process; the same as in `_result`, where the tool runs in this one
     late = error.kind == "tool_timeout"
     words = (
         f"`{call.name}` did not answer within {tool.seconds:g} s."

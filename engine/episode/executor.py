@@ -195,8 +195,12 @@ class Executor:
             Exception: as `Action.perform`.
         """
         action = stage.action
-        if action is None or episode.seq >= MAX_STEPS:
-            raise _lost_in(episode, action)
+        if action is None:
+            message = f"state `{episode.state}` has no action and is not final; give it one"
+            raise SpecCodeError(message, blame="spec", kind="no_action")
+        if episode.seq >= MAX_STEPS:
+            message = f"{MAX_STEPS} steps without reaching a final state: bound the machine's cycles with a limit"
+            raise SpecCodeError(message, blame="spec", kind="unbounded")
         if clock is not None and now >= clock.ends and not stage.final and clock.passed(now):
             return LimitRecord(limit=EPISODE_SECONDS.name, value=clock.spent(now))
         if stage.prepares and (preparing := action.prepare(episode)) is not None:
@@ -324,15 +328,6 @@ def _stage(compiled: CompiledSpec, state: str) -> _Stage:
     action, final = compiled.actions.get(state), state in compiled.machine.final
     prepares = action is not None and type(action).prepare is not Action.prepare
     return _Stage(action, state in compiled.ends, final, state in compiled.makes_room, prepares)
-
-
-def _lost_in(episode: Episode, action: Action | None) -> SpecCodeError:
-    """The error of an episode that the machine leads nowhere."""
-    if action is None:
-        message = f"state `{episode.state}` has no action and is not final; give it one"
-        return SpecCodeError(message, blame="spec", kind="no_action")
-    message = f"{MAX_STEPS} steps without reaching a final state: bound the machine's cycles with a limit"
-    return SpecCodeError(message, blame="spec", kind="unbounded")
 
 
 def _comparable(record: Record) -> Any:
