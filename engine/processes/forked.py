@@ -39,7 +39,10 @@ _NOTE = 200
 """Maximum length of a child's current activity, in bytes."""
 _POLL = 0.05
 """Seconds between two checks whether the child has ended."""
+_ASKED = struct.Struct(">Qd")
+"""Before a request: its length, and the seconds for its answer."""
 _HEAD = struct.Struct(">16sQ")
+"""Before an answer: the child's token, and the answer's length."""
 
 
 class ChildError(EngineError):
@@ -91,16 +94,16 @@ class Child:
         self._note[: len(note) + 1] = note + b"\0"
 
     def _serve(self, answer: Answer, requests: int, answers: int) -> None:
-        while True:
-            length = _read(requests, 8)
-            if length is None:
-                os._exit(0)
-            seconds = _read(requests, 8) or b""
-            request = _read(requests, int.from_bytes(length, "big")) or b""
-            with contextlib.suppress(OSError, ValueError):
-                limit_cpu(struct.unpack(">d", seconds)[0] + 1)  # it ends so even if its parent is gone
-            reply = answer(request, self._doing)
-            _write(answers, _HEAD.pack(self._token, len(reply)) + reply)
+        with open(requests, "rb") as asked, open(answers, "wb") as told:
+            while head := asked.read(_ASKED.size):
+                length, seconds = _ASKED.unpack(head)
+                request = asked.read(length)
+                with contextlib.suppress(OSError, ValueError):
+                    limit_cpu(seconds + 1)  # it ends so even if its parent is gone
+                reply = answer(request, self._doing)
+                told.write(_HEAD.pack(self._token, len(reply)) + reply)
+                told.flush()
+        os._exit(0)
 
     # ---- in the parent
 
@@ -117,8 +120,8 @@ class Child:
             raise
 
     def _asked(self, request: bytes, ends: float, seconds: float) -> bytes:
-        with contextlib.suppress(BrokenPipeError):
-            _write(self._ask, len(request).to_bytes(8, "big") + struct.pack(">d", seconds) + request)
+        with contextlib.suppress(BrokenPipeError), open(self._ask, "wb", closefd=False) as asking:
+            asking.write(_ASKED.pack(len(request), seconds) + request)
         received = bytearray()
         ended = False
         while True:
@@ -238,23 +241,6 @@ def _data() -> int:
             if line.startswith("VmData:"):
                 return int(line.split()[1]) * 1024
     return 0
-
-
-def _read(end: int, size: int) -> bytes | None:
-    """Read exactly `size` bytes; None if the other end is closed."""
-    received = bytearray()
-    while len(received) < size:
-        data = os.read(end, min(size - len(received), 1 << 20))
-        if not data:
-            return None
-        received += data
-    return bytes(received)
-
-
-def _write(end: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(end, view) :]
 
 
 def _close(*ends: int) -> None:
