@@ -25,7 +25,8 @@ from engine.spec.conversation import conversation_of
 from engine.spec.template import fill, fill_words, image_folders, located, own_spans
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Mapping
+    from collections.abc import Awaitable, Mapping, Sequence
+    from pathlib import Path
 
     from engine.actions.calling.workers import Workers
     from engine.schemas.entry import Effects
@@ -72,6 +73,27 @@ def _bad_reply(words: str, blame: Blame) -> SpecCodeError:
     return SpecCodeError(words, blame=blame, kind=f"{blame}_bad_reply")
 
 
+def first_messages(loaded: LoadedSpec, fields: Mapping[str, Any], folders: Sequence[Path]) -> list[Message]:
+    """Return the first messages of a task: its row's own conversation, or the spec's prompt filled in with its fields.
+
+    Args:
+        loaded: The spec.
+        fields: The task's fields.
+        folders: Where the images of rows are; see `image_folders`.
+    """
+    if (source := loaded.spec.conversation) is not None:
+        return [located(message, folders) for message in conversation_of(fields, source)]
+    return [
+        Message(
+            role=message.role,
+            content=fill(message.content, fields)
+            if isinstance(message.content, str)
+            else fill_words(message.content, fields, loaded.base),
+        )
+        for message in loaded.spec.messages
+    ]
+
+
 class ResetAction(SpecCodeAction):
     """Reset the environment, then begin the conversation with the spec's prompt and the environment's messages."""
 
@@ -93,7 +115,9 @@ class ResetAction(SpecCodeAction):
         Raises:
             SpecCodeError: the environment failed, or returned no `Reset`.
         """
-        prompt = self._prompt(episode) if self._pictured or self._row_source is not None else None
+        fields, prompt = episode.task.fields, None
+        if self._pictured or self._row_source is not None:
+            prompt = first_messages(self._loaded, fields, self._folders)
         if prompt is not None and not self._pictured and all(isinstance(message.content, str) for message in prompt):
             prompt = None  # spec and task alone determine it
         if (environment := self._environment) is None:
@@ -110,26 +134,12 @@ class ResetAction(SpecCodeAction):
         )
         return ResetRecord(reset=reset, prompt=prompt)
 
-    def _prompt(self, episode: Episode) -> list[Message]:
-        """Return the first messages: the task's own conversation, or the spec's prompt filled in with the task's
-        fields."""
-        fields = episode.task.fields
-        if self._row_source is not None:
-            return [located(message, self._folders) for message in conversation_of(fields, self._row_source)]
-        return [
-            Message(
-                role=message.role,
-                content=fill(message.content, fields)
-                if isinstance(message.content, str)
-                else fill_words(message.content, fields, self._loaded.base),
-            )
-            for message in self._loaded.spec.messages
-        ]
-
     def apply(self, episode: Episode, record: ResetRecord) -> str:
         """Begin the conversation."""
         fields = episode.task.fields
-        prompt = self._prompt(episode) if record.prompt is None else record.prompt
+        prompt = record.prompt
+        if prompt is None:
+            prompt = first_messages(self._loaded, fields, self._folders)
         episode.facts.update(record.reset.facts)
         messages = [*prompt, *record.reset.messages]
         if self._owned is None:

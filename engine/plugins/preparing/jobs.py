@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -19,9 +17,11 @@ from typing import Any
 
 import structlog
 
+from engine.errors import StoreError
 from engine.plugins.preparing.inputs import digest_of_parts
 from engine.processes.worker import WorkerError, WorkerPool, default_processes
 from engine.schemas.base import Struct
+from engine.store.private import private_folder, whole_file
 
 log = structlog.get_logger(__name__)
 
@@ -76,20 +76,13 @@ class PreparedCache:
         body = json.dumps(value, separators=(",", ":")).encode()
         path = self._file(key)
         try:
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            handle, draft = tempfile.mkstemp(prefix=".draft-", dir=path.parent)  # mode 0600
-            try:
-                with os.fdopen(handle, "wb") as stream:
-                    stream.write(digest_of_parts(key, body).encode() + body)
-                Path(draft).replace(path)
-            except BaseException:
-                with contextlib.suppress(OSError):
-                    Path(draft).unlink()
-                raise
+            private_folder(path.parent, exist_ok=True)
+            with whole_file(path) as draft:
+                draft.write_bytes(digest_of_parts(key, body).encode() + body)
             self._written = True
-        except OSError as error:
+        except (OSError, StoreError) as error:
             self._usable = False
-            log.warning("prepared data is not kept", reason=f"{self.folder} cannot be written: {error}")
+            log.warning("prepared data is not kept", reason=str(error))
 
     def prune(self) -> None:
         """Delete the entries that were written first, if this object has written and the folder is too large."""

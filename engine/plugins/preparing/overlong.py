@@ -17,6 +17,7 @@ import numpy as np
 import structlog
 
 from engine.actions.calling.code_call import is_async
+from engine.actions.spec_code import first_messages
 from engine.errors import EngineError, SpecError
 from engine.plugins.preparing.inputs import digest_of_files, digest_of_parts, rendering_digest
 from engine.plugins.preparing.jobs import ALONE, Job, PreparedCache, prepare
@@ -24,8 +25,8 @@ from engine.schemas.message import ImagePart, Message, TextPart
 from engine.schemas.model import ModelSpec
 from engine.spec.code.entry import load_entry
 from engine.spec.code.signature import shape_of
-from engine.spec.conversation import conversation_of, tools_of
-from engine.spec.template import fill, fill_words, found_image, image_folders
+from engine.spec.conversation import tools_of
+from engine.spec.template import image_folders
 from engine.spec.text.diagnostic import Diagnostic
 from engine.store.rows.columns import json_text
 from engine.tokens.catalogue import prepared_folder
@@ -62,6 +63,7 @@ class PromptLengths:
     def __init__(
         self, loaded: LoadedSpec, template: ChatTemplate, processes: int | None = None, alone: float = ALONE
     ) -> None:
+        self._loaded = loaded
         self._spec = loaded.spec
         self._base = loaded.base
         self._template = template
@@ -137,7 +139,8 @@ class PromptLengths:
     def _prompt(self, task: Task) -> tuple[list[Message], list[dict[str, Any]]]:
         source = self._spec.conversation
         row_tools = tools_of(task.fields, source) if source is not None else None
-        return [*self._messages(task), *self._opening(task)], self._tools if row_tools is None else row_tools
+        first = first_messages(self._loaded, task.fields, self._folders)
+        return [*first, *self._opening(task)], self._tools if row_tools is None else row_tools
 
     def _bound(self, messages: list[Message], tools: list[dict[str, Any]]) -> int | None:
         """An upper bound of a prompt's length; None if there is none without the tokenizer."""
@@ -169,30 +172,6 @@ class PromptLengths:
         digest = digest_of(data)
         vision.bank.put(digest, data, image.mime or "application/octet-stream")
         return len(vision.bank.picture(digest).ids) - 1
-
-    def _messages(self, task: Task) -> list[Message]:
-        if self._spec.conversation is not None:
-            return [self._located(message) for message in conversation_of(task.fields, self._spec.conversation)]
-        return [
-            Message(
-                role=item.role,
-                content=fill(item.content, task.fields)
-                if isinstance(item.content, str)
-                else fill_words(item.content, task.fields, self._base),
-            )
-            for item in self._spec.messages
-        ]
-
-    def _located(self, message: Message) -> Message:
-        if isinstance(message.content, str):
-            return message
-        parts = [
-            part
-            if isinstance(part, TextPart)
-            else part.model_copy(update={"image": found_image(part.image, self._folders)})
-            for part in message.content
-        ]
-        return Message(role=message.role, content=parts, tool_calls=message.tool_calls)
 
 
 def count_prompts(common: dict[str, Any], prompts: list[list[Any]]) -> list[int]:
