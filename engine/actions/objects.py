@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from engine.actions.calling.workers import Workers
     from engine.backends.backend import Sampler
     from engine.machine.machine import Machine
-    from engine.schemas.entry import Effects, Entry, EnvironmentSpec, IsolationSpec, ToolSpec
+    from engine.schemas.entry import Effects, Entry, IsolationSpec, ToolSpec
     from engine.schemas.environment import Task
     from engine.schemas.role import UserSpec
     from engine.schemas.trajectory import Blame
@@ -41,12 +41,8 @@ class ToolServers:
     """
 
     def __init__(self, specs: Sequence[ToolSpec], loaded: LoadedSpec, code: Workers) -> None:
-        self._specs, self._loaded, self._code = specs, loaded, code
+        self.specs, self._loaded, self._code = specs, loaded, code
         self._opening: asyncio.Task[list[BoundTool]] | None = None
-
-    def __bool__(self) -> bool:
-        """Whether there are any."""
-        return bool(self._specs)
 
     async def tools(self) -> list[BoundTool]:
         """All tools of all servers; the same list for each episode.
@@ -54,7 +50,7 @@ class ToolServers:
         Raises:
             SpecCodeError: a server could not be opened. It is not tried again in this run.
         """
-        if not self._specs:
+        if not self.specs:
             return []
         if self._opening is None:
             self._opening = asyncio.create_task(self._open())
@@ -62,7 +58,7 @@ class ToolServers:
 
     async def _open(self) -> list[BoundTool]:
         tools: list[BoundTool] = []
-        for spec in self._specs:
+        for spec in self.specs:
             where = f"tools: `{spec.use}`"
             try:
                 server = load_entry(spec.entry.use, None)(**{**spec.entry.with_, "base": str(self._loaded.base)})
@@ -110,15 +106,23 @@ class ObjectBuilder:
                 raise SpecCodeError(what, blame="spec", kind="plugin_missing")
         self._opening = [service for service in services if type(service).open is not EpisodeService.open]
         self._bare = partial(EpisodeObjects, sampler=sampler)
-        self._environment = None if spec.environment is None else self._load_environment(spec.environment)
+        self._environment: SpecCode | None = None
+        if (environment := spec.environment) is not None:
+            loads = environment.facts.loads if environment.facts else None
+            entry = environment.entry_in(loaded.base)
+            self._environment = self._load(entry, "environment", spec.environment_isolation, loads)
         self._users = {
-            name: None if code is None else self._load(code, "user", user.isolation)
+            name: None if code is None else self._load(code, "user", spec.isolation_of(user.isolation))
             for name, user in spec.users_by_name.items()
             for code in [user.grader if user.model_played else user]
         }
         """The code of each user, by name; for a model-played user, that of its grader."""
         self._calls_tools = any(state.action == CallToolsAction.name for state in machine.states.values())
-        tools = [(self._load(tool, "tool", tool.isolation), tool) for tool in spec.tools if tool.facts is None]
+        tools = [
+            (self._load(tool, "tool", spec.isolation_of(tool.isolation)), tool)
+            for tool in spec.tools
+            if tool.facts is None
+        ]
         self._servers = ToolServers([tool for tool in spec.tools if tool.facts is not None], loaded, code)
         self._functions = [(item, tool) for item, tool in tools if not item.is_class]
         self._classes = [(item, tool) for item, tool in tools if item.is_class]
@@ -128,25 +132,20 @@ class ObjectBuilder:
         """Tools of plugins."""
         self.shared_toolbox = (
             Toolbox([*self._static, *self._added], code)
-            if not self._classes and self._environment is None and not self._servers
+            if not self._classes and self._environment is None and not self._servers.specs
             else None
         )
 
-    def _load(self, entry: Entry | UserSpec, role: str, isolation: IsolationSpec | None) -> SpecCode:
+    def _load(self, entry: Entry | UserSpec, role: str, isolation: IsolationSpec, loads: str | None = None) -> SpecCode:
         origin = CodeOrigin(
             use=str(entry.use),
             base=self._loaded.base,
             role=role,
             with_=entry.with_,
             name=getattr(entry, "name", None),
+            loads=loads,
         )
-        return self._code.load(origin, self._loaded.spec.isolation_of(isolation))
-
-    def _load_environment(self, spec: EnvironmentSpec) -> SpecCode:
-        entry = spec.entry_in(self._loaded.base)
-        loads = spec.facts.loads if spec.facts else None
-        origin = CodeOrigin(use=entry.use, base=self._loaded.base, role="environment", with_=entry.with_, loads=loads)
-        return self._code.load(origin, self._loaded.spec.environment_isolation)
+        return self._code.load(origin, isolation)
 
     def _bound(self, function: Any, shape: ToolShape, tool: ToolSpec) -> BoundTool:
         return BoundTool(function, shape, self._seconds(tool), tool.effects)

@@ -8,6 +8,7 @@ before the record has any effect.
 from __future__ import annotations
 
 import asyncio
+from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from operator import is_
@@ -112,16 +113,11 @@ class TextCutter:
             return len(text), 0
         if len(text) <= self._most * self._template.fast.longest and self._count(text) <= self._most:
             return len(text), 0
-        low, high = 0, min(len(text) - 1, self._most * self._template.fast.longest)  # characters that fit, and that may
-        while low < high:
-            middle = (low + high + 1) // 2
-            if self._fits(text, middle):
-                low = middle
-            else:
-                high = middle - 1
-        while low and not self._fits(text, low):  # more characters may have fewer tokens
-            low -= 1
-        return self._split(low)
+        longest = min(len(text) - 1, self._most * self._template.fast.longest)
+        fitting = bisect_left(range(1, longest + 1), True, key=lambda characters: not self._fits(text, characters))
+        while fitting and not self._fits(text, fitting):  # more characters may have fewer tokens
+            fitting -= 1
+        return self._split(fitting)
 
     def _split(self, characters: int) -> tuple[int, int]:
         head = {"start": characters, "end": 0, "both": (characters + 1) // 2}[self._keep]
