@@ -1,8 +1,7 @@
 """Which stored episodes a training keeps: `rollout.keep`, `engine compact`.
 
 spec.py        the section `rollout.keep`, and what it means for several drivers
-keep.py        the groups that may be dropped, from the batch log and the checkpoints
-compact.py     the compaction of a run that nobody writes
+compact.py     the groups that may be dropped, by batch log and checkpoints; the compaction of a run that nobody writes
 training.py    drops after each checkpoint, and compacts at the end
 command.py     `engine compact`
 rules.py       its rule of `engine validate`

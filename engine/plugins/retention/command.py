@@ -12,8 +12,7 @@ from engine.cli.options import Json, RunsFolder, only_looks
 from engine.terminal import echo, echo_json, size_words
 
 if TYPE_CHECKING:
-    from engine.plugins.retention.compact import Compacted
-    from engine.plugins.retention.keep import DropPlan
+    from engine.plugins.retention.compact import Compacted, DropPlan
     from engine.plugins.retention.spec import KeepSpec
     from engine.schemas.episode import EpisodeSpec
 
@@ -41,7 +40,7 @@ def compact(
     of the training needs is dropped, and outcome, reward and counts of each episode stay. The training must not be
     running.
     """
-    from engine.plugins.retention.keep import compact_training
+    from engine.plugins.retention.compact import compact_training
     from engine.store.training import find_training, read_header
 
     with errors_exit(USAGE):

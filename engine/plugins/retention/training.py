@@ -17,7 +17,7 @@ import structlog
 
 from engine.errors import StoreError
 from engine.plugins.retention.command import disk_lines
-from engine.plugins.retention.keep import compact_training, plan_of
+from engine.plugins.retention.compact import compact_training, plan_of
 from engine.plugins.retention.spec import KeepSpec
 from engine.runner.observers import TrainingObserver
 

@@ -26,7 +26,7 @@ from typer.testing import CliRunner
 
 from engine.cli.main import app
 from engine.errors import StoreError
-from engine.plugins.retention.keep import in_sample, plan
+from engine.plugins.retention.compact import in_sample, plan
 from engine.plugins.retention.spec import KeepSpec
 from engine.spec.load import load_spec
 from engine.store import RunStore
