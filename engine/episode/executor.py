@@ -5,9 +5,8 @@ Invariants:
   calls of `pure` tools are pipelined: they may begin while that record is being written. A reply is appended only when
   everything before it is durable, so a crash loses at most one unfinished turn.
 - The executor does not write the entry that ends an episode: the journal holds it, and writes it in the same commit
-  as the episode's result. So a journal that has ended belongs to a finished episode. Where it does not (a run of an
-  older engine, or an end that could not be written), the episode is finished from its journal, and no action is
-  performed.
+  as the episode's result. So a journal that has ended belongs to a finished episode. Where it does not (an
+  end that could not be written), the episode is finished from its journal, and no action is performed.
 - An action that fails or reaches a limit does not change the conversation.
 - An error inside one episode becomes a `Failure` of that episode. `run` raises for cancellation, for errors that stop
   the whole run (`EngineError.stops_run`), and where other calls blocked the event loop of its objects
