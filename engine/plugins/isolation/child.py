@@ -34,7 +34,13 @@ from engine.spec.code.signature import ToolShape, explain, reply_of, shape_of, w
 from engine.storable import refusal
 
 METHODS = ("reset", "program", "step", "score", "tools", "respond", "close", "__call__")
-_CONTRACTS: dict[str, type[BaseModel]] = {"reset": Reset, "program": ProgramSettings, "step": Step, "user": UserTurn}
+_WANTED: dict[str, type] = {
+    "reset": Reset,
+    "program": ProgramSettings,
+    "step": Step,
+    "user": UserTurn,
+    "text": str,
+}
 MAX_CHILDREN = 16
 """Maximum number of child processes with which a worker may serve another episode: modules may keep helper
 processes."""
@@ -64,23 +70,20 @@ def _encoded(value: Any, expects: str) -> bytes:
     """Encode a value as JSON of the expected type."""
     if expects == "none":
         return b"null"
-    if expects == "rewards":
-        if not isinstance(value, list) or not all(isinstance(item, RewardEvent) for item in value):
-            raise _Answered(WRONG, type(value).__name__)
-        return b"[" + b",".join(map(_json, value)) + b"]"
-    if expects == "text":
-        if not isinstance(value, str):
-            raise _Answered(WRONG, type(value).__name__)
-        return json.dumps(value).encode()
     if expects == "tool":
         try:
             return _json(reply_of(value))
         except (TypeError, ValidationError) as error:
             raise _Answered(UNFIT, f"{type(value).__name__}; {_text(error)}") from error
-    contract = _CONTRACTS[expects]
-    if not isinstance(value, contract):
+    if expects == "rewards":
+        right = isinstance(value, list) and all(isinstance(item, RewardEvent) for item in value)
+    else:
+        right = isinstance(value, _WANTED[expects])
+    if not right:
         raise _Answered(WRONG, type(value).__name__)
-    return _json(value)
+    if expects == "rewards":
+        return b"[" + b",".join(map(_json, value)) + b"]"
+    return json.dumps(value).encode() if expects == "text" else _json(value)
 
 
 def _json(value: BaseModel) -> bytes:
@@ -178,25 +181,20 @@ class WorkerCode:
         what, cpu, *rest = request
         if cpu is not None:
             limit_cpu(cpu)
-        if what == "describe":
-            return VALUE + json.dumps(self.describe(*rest)).encode()
-        if what == "prepare":
-            self.prepare(*rest)
-            return VALUE + b"null"
-        if what == "build":
-            return VALUE + json.dumps(self.build(*rest)).encode()
-        if what == "drop":
-            id, closes = rest
-            if closes:
-                self._finished(self._objects[id].close)
-            self.drop(id)
-            return VALUE + b"null"
-        if what == "tool":
-            return VALUE + self._call_tool(*rest)
-        id, method, arguments, expects = rest
+        if what in ("call", "tool"):
+            return VALUE + (self._call if what == "call" else self._call_tool)(*rest)
+        done: dict[str, Callable[..., Any]] = {
+            "describe": self.describe,
+            "prepare": self.prepare,
+            "build": self.build,
+            "drop": self.drop,
+        }
+        return VALUE + json.dumps(done[what](*rest)).encode()
+
+    def _call(self, id: int, method: str, arguments: list[Any], expects: str) -> bytes:
         target = self._objects[id]
         function = target if method == "__call__" else getattr(target, method)
-        return VALUE + _encoded(self._finished(function, *arguments), expects)
+        return _encoded(self._finished(function, *arguments), expects)
 
     def _call_tool(self, id: int, name: str, arguments: dict[str, Any], view: Any, calls: bool) -> bytes:
         function, shape = self._tools[id, name]
@@ -250,23 +248,21 @@ class WorkerCode:
         else:
             thing = partial(target, **with_) if with_ else target
         self._objects[id] = thing
-        description: dict[str, Any] = {
-            "has": [name for name in METHODS if callable(getattr(thing, name, None))],
-            "tools": [],
-        }
-        if role == "tool":
-            description["tools"].append(self._tool(id, "", thing, name))
-        elif role == "environment" and "tools" in description["has"]:
-            description["tools"] += [self._tool(id, "", function, None) for function in thing.tools()]
-        return description
+        has = [method for method in METHODS if callable(getattr(thing, method, None))]
+        tools = [self._tool(id, thing, name)] if role == "tool" else []
+        if role == "environment" and "tools" in has:
+            tools = [self._tool(id, function, None) for function in thing.tools()]
+        return {"has": has, "tools": tools}
 
-    def _tool(self, id: int, where: str, function: Callable[..., Any], name: str | None) -> dict[str, Any]:
+    def _tool(self, id: int, function: Callable[..., Any], name: str | None) -> dict[str, Any]:
         shape = shape_of(function, name)
         self._tools[id, shape.name] = (function, shape)
         return _shape_fields(shape)
 
-    def drop(self, id: int) -> None:
-        """Delete the references to an object."""
+    def drop(self, id: int, closes: bool) -> None:
+        """Delete the references to an object, after its `close` if it has one."""
+        if closes:
+            self._finished(self._objects[id].close)
         self._objects.pop(id, None)
         for key in [key for key in self._tools if key[0] == id]:
             del self._tools[key]
