@@ -12,7 +12,6 @@
     ├── SpecCodeError        code that the spec names raised an error, did not answer in time, or gave an invalid answer
     ├── AdapterError         an adapter's library is missing, or answered in another form than it documents
     ├── StoreError           a run cannot be read or written
-    ├── VariableError        an environment variable has a value that cannot be used
     ├── ReplayError          replaying a journal gives other transitions than it records
     ├── FailingError         the first episodes of a run all failed in the same way: the run stops
     ├── AuditError           rows of another framework cannot be read

@@ -104,9 +104,6 @@ class GenerateAction(Action):
             return None
         return asyncio.get_running_loop().run_in_executor(_TOKENIZING, episode.conversation.prompt)
 
-    def _room(self, length: int) -> int:
-        return int(min(self._most, self._longest_prompt - length))
-
     def _asked_for(self, asked: Mapping[str, Any]) -> SamplingParams:
         """The spec's sampling with other parameters: stop texts are added, others replaced."""
         changes = {name: value for name, value in asked.items() if name != "max_tokens"}
@@ -148,12 +145,13 @@ class GenerateAction(Action):
         prompt, tape = conversation.prompt(), conversation.tape
         assert tape is not None
         images, spans = tape.placed_images()
+        room = int(min(self._most, self._longest_prompt - len(prompt)))
         return GenerateRequest(
             episode_id=episode.id,
             turn=turn,
             input_ids=prompt,
             sampling=self._asked_for(asked) if asked else self._sampling,
-            max_new_tokens=min(self._room(len(prompt)), asked.get("max_tokens", self._most)),
+            max_new_tokens=min(room, asked.get("max_tokens", self._most)),
             stop_token_ids=self._stop,
             banned_token_ids=self._banned,
             seed=episode.turn_seed(turn),

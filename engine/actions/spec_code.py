@@ -19,7 +19,7 @@ from engine.episode.episode import Episode
 from engine.errors import SpecCodeError
 from engine.schemas.environment import Reset, Step, UserTurn
 from engine.schemas.journal import ResetRecord, ScoreRecord, StepRecord, ToolsRecord, UserRecord
-from engine.schemas.message import ContentPart, Message
+from engine.schemas.message import Message
 from engine.schemas.reward import RewardEvent
 from engine.spec.conversation import conversation_of
 from engine.spec.template import fill, fill_words, image_folders, located, own_spans
@@ -248,8 +248,14 @@ class AskUserAction(SpecCodeAction):
         Raises:
             SpecCodeError: the spec has no user, or the user failed or returned an invalid answer.
         """
-        if episode.reply.malformed:
-            return UserRecord(turn=UserTurn(content=self._malformed(episode)), canned=True)
+        if attempts := episode.reply.malformed:
+            fields = {
+                "problem": " ".join(attempt.problem for attempt in attempts),
+                "raw": "\n".join(attempt.raw for attempt in attempts),
+                "task": episode.task.fields,
+            }
+            content = fill_words(self._recover.malformed, fields, self._loaded.base)
+            return UserRecord(turn=UserTurn(content=content), canned=True)
         user = self._users.get(objects.user_name)
         if user is None:
             raise SpecCodeError("the user is asked, but the spec has none", blame="spec", kind="no_user")
@@ -271,15 +277,6 @@ class AskUserAction(SpecCodeAction):
                 f"{who} returned neither content nor `satisfied`; the policy would be shown nothing", "user"
             )
         return UserRecord(turn=self._in_the_specs_words(turn, episode))
-
-    def _malformed(self, episode: Episode) -> list[ContentPart]:
-        attempts = episode.reply.malformed
-        fields = {
-            "problem": " ".join(attempt.problem for attempt in attempts),
-            "raw": "\n".join(attempt.raw for attempt in attempts),
-            "task": episode.task.fields,
-        }
-        return fill_words(self._recover.malformed, fields, self._loaded.base)
 
     def _in_the_specs_words(self, turn: UserTurn, episode: Episode) -> UserTurn:
         """Return the turn with the spec's text for the problem of the reply, if there is one."""

@@ -176,7 +176,7 @@ class TrainingLaunch:
                 )
             _check(loaded, progress)
             new = RunHeader.of(loaded, overrides=[*header.overrides, *changes], run_id=header.run_id)
-            folders.change_header(folder, new.model_copy(update={"created": header.created}))
+            folders.write_header(folder, new.model_copy(update={"created": header.created}))
             progress.say(f"Changed: {', '.join(changed)}")
         return cls(loaded, folder, group, is_new=False)
 

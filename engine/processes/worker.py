@@ -22,19 +22,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from engine.errors import EngineError
+from engine.errors import SpecCodeError
 
 PROCESSES = "EPISODE_ENGINE_PROCESSES"
 """Environment variable with the number of processes that prepare data."""
 _ENGINE = str(Path(__file__).parents[2])
 _MAIN = f"from {__name__} import main; main()"
-
-
-class VariableError(EngineError):
-    """An environment variable has a value that cannot be used."""
-
-    kind = "bad_variable"
-    blame = "spec"
 
 
 class WorkerError(Exception):
@@ -53,15 +46,14 @@ def default_processes() -> int:
     """`EPISODE_ENGINE_PROCESSES`, or the number of cores that this process may use.
 
     Raises:
-        VariableError: the variable is not a positive number.
+        SpecCodeError: the variable is not a positive number (kind `bad_variable`).
     """
     setting = os.environ.get(PROCESSES)
     if not setting:
         return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if not setting.isdecimal() or int(setting) < 1:
-        raise VariableError(
-            f"the environment variable {PROCESSES} is {setting!r}: give a number of processes, at least 1"
-        )
+        words = f"the environment variable {PROCESSES} is {setting!r}: give a number of processes, at least 1"
+        raise SpecCodeError(words, blame="spec", kind="bad_variable")
     return int(setting)
 
 

@@ -71,7 +71,6 @@ class TensorFolder:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._written: set[str] = set()
 
     def _file(self, digest: str) -> Path:
         return self.folder / f"{digest.removeprefix(DIGEST)}.safetensors"
@@ -90,8 +89,6 @@ class TensorFolder:
         """
         from safetensors.numpy import save
 
-        if digest in self._written:
-            return
         path = self._file(digest)
         try:
             private_folder(self.folder, exist_ok=True)
@@ -101,7 +98,6 @@ class TensorFolder:
                 draft.replace(path)
         except OSError as error:
             raise StoreError(f"cannot write {path}: {error}") from error
-        self._written.add(digest)
 
     def read(self, digest: str) -> Tensors | None:
         """Read an image's tensors, in the shapes that were written; None if there is no file."""
@@ -118,14 +114,13 @@ def with_image_files(rows: Iterable[Columns], path: Path, vision: Callable[[], V
     Raises:
         StoreError: A file cannot be written, or the run has images and its model has no vision.
     """
-    folder: TensorFolder | None = None
+    folder = TensorFolder(images_folder(path))
     seeing: Vision | None = None
     for columns in rows:
         for image in columns.get("images", ()):
-            if folder is None or seeing is None:
-                folder, seeing = TensorFolder(images_folder(path)), vision()
-                if seeing is None:
-                    raise StoreError("the run has images, but its model has no vision: was the model replaced?")
+            seeing = seeing or vision()
+            if seeing is None:
+                raise StoreError("the run has images, but its model has no vision: was the model replaced?")
             folder.write(image["image"], seeing.bank.tensors)
         yield columns
 

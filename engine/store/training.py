@@ -48,28 +48,24 @@ def begin(out: Path, header: RunHeader) -> Path:
     try:
         if not _unfinished(folder):
             private_folder(folder)
-        _write_header(folder, header)
     except OSError as error:
         raise TrainError(f"cannot make the training's folder {folder}: {error}", kind="train_setup") from error
+    write_header(folder, header)
     return folder
 
 
-def change_header(folder: Path, header: RunHeader) -> None:
-    """Replace the header of a training, after a resume changed values of its spec.
+def write_header(folder: Path, header: RunHeader) -> None:
+    """Write the header of a training, also in place of another one after a resume changed values of its spec.
 
     Raises:
         TrainError: kind `train_setup`: it cannot be written.
     """
+    draft = folder / f".{_HEADER}"
     try:
-        _write_header(folder, header)
+        private_file(draft).write_text(header.model_dump_json(indent=2) + "\n")
+        draft.replace(folder / _HEADER)
     except OSError as error:
         raise TrainError(f"cannot write {folder / _HEADER}: {error}", kind="train_setup") from error
-
-
-def _write_header(folder: Path, header: RunHeader) -> None:
-    draft = folder / f".{_HEADER}"
-    private_file(draft).write_text(header.model_dump_json(indent=2) + "\n")
-    draft.replace(folder / _HEADER)
 
 
 def _unfinished(folder: Path) -> bool:

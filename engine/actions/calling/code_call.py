@@ -229,9 +229,11 @@ class CodePlace(Struct, frozen=True, kw_only=True):
 def place_of(function: Callable[..., Any]) -> CodePlace:
     """Return where a function runs."""
     bare = _bare(function)
+    called = getattr(type(bare), "__call__", None)  # noqa: B004  (the method, not whether it has one)
+    ours = getattr(bare, "on_main_loop", False) is True or getattr(called, "on_main_loop", False) is True
     waits = is_async(bare)
     bound = not inspect.isfunction(bare) and not inspect.isbuiltin(bare)
-    return CodePlace(is_async=waits, on_main_loop=waits and _is_ours(bare), bound=bound)
+    return CodePlace(is_async=waits, on_main_loop=waits and ours, bound=bound)
 
 
 def _bare(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -249,14 +251,6 @@ def is_async(function: Callable[..., Any]) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
         getattr(function, "__call__", None)  # noqa: B004  (an object's own, not whether it has one)
     )
-
-
-def _is_ours(function: Callable[..., Any]) -> bool:
-    """Return whether a function or its `__call__` is marked `@on_main_loop`."""
-    if getattr(function, "on_main_loop", False) is True:
-        return True
-    called = getattr(type(function), "__call__", None)  # noqa: B004  (the method, not whether it has one)
-    return getattr(called, "on_main_loop", False) is True
 
 
 async def call_spec_code(

@@ -413,7 +413,7 @@ class CodeLoops:
                 if not code_loop.blocks:
                     return code_loop
             if not grown:
-                self._grow()
+                self._most = min(MAX_LOOPS, self._most * _GROWTH)
         return self._at(first % self._most)
 
     def _at(self, place: int) -> CodeLoop:
@@ -427,12 +427,9 @@ class CodeLoops:
             code_loop = self._loops[place] = CodeLoop(self._replace, self._interrupter)
         return code_loop
 
-    def _grow(self) -> None:
-        self._most = min(MAX_LOOPS, self._most * _GROWTH)
-
     def _replace(self, code_loop: CodeLoop) -> None:
         self._loops = {place: other for place, other in self._loops.items() if other is not code_loop}
-        self._grow()
+        self._most = min(MAX_LOOPS, self._most * _GROWTH)
         code_loop.close()
         lost = code_loop.drop()
         log.warning("a blocked event loop was replaced", lost_calls=lost, loops=self._most)

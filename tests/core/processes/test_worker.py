@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.processes.worker import VariableError, Worker, WorkerError, WorkerPool, default_processes
+from engine.errors import SpecCodeError
+from engine.processes.worker import Worker, WorkerError, WorkerPool, default_processes
 
 
 def test_it_answers_as_often_as_it_is_asked() -> None:
@@ -61,7 +62,7 @@ def test_the_variable_sets_the_number_of_processes(monkeypatch: pytest.MonkeyPat
     assert default_processes() == 3
     monkeypatch.setenv("EPISODE_ENGINE_PROCESSES", "all")
     with pytest.raises(
-        VariableError, match="EPISODE_ENGINE_PROCESSES is 'all': give a number of processes, at least 1"
+        SpecCodeError, match="EPISODE_ENGINE_PROCESSES is 'all': give a number of processes, at least 1"
     ):
         default_processes()
 
