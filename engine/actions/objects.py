@@ -234,12 +234,10 @@ class ObjectBuilder:
                 blame="environment",
                 what=f"`{environment.use}`.tools" if environment else "the environment's tools",
             )
-            for function in functions:
-                tools.append(
-                    bind_tool(
-                        function, name=None, seconds=limits.tool_seconds, effects=effects, where="environment tools"
-                    )
-                )
+            tools += [
+                bind_tool(function, name=None, seconds=limits.tool_seconds, effects=effects, where="environment tools")
+                for function in functions
+            ]
         tools += self._added
         names = [tool.shape.name for tool in tools]
         twice = sorted({name for name in names if names.count(name) > 1})

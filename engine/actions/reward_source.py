@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
 from engine.actions.calling.code_call import call_spec_code
-from engine.actions.calling.host import SpecFunction
+from engine.actions.calling.host import load_function
 from engine.actions.facts import SCORERS
 from engine.errors import SpecCodeError
 from engine.plugin import Hook
@@ -80,11 +81,11 @@ def sources_of(loaded: LoadedSpec, code: Workers) -> list[RewardSource]:
         )
     if scorer is not None and scorer.use is not None:
         use = SCORERS.get(str(scorer.use), str(scorer.use))
-        function = SpecFunction(loaded, code, use, scorer.with_, scorer.isolation, "rewards")
+        function = load_function(loaded, code, use, scorer.with_, scorer.isolation)
         sources.append(
             CodeRewards(
                 code,
-                function.of,
+                partial(function.of, answer="rewards"),
                 order=SCORER,
                 source="score",
                 what=f"`{scorer.use}`",

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from engine.actions.action import EpisodeObjects
     from engine.actions.calling.workers import Workers
     from engine.backends.backend import Backend
-    from engine.backends.outage import Outage
     from engine.backends.slots import Slots
     from engine.episode.episode import Episode
     from engine.schemas.environment import Task
@@ -102,11 +101,6 @@ class EpisodeService:
     def backends(self) -> Sequence[Backend]:
         """The backends that it has opened."""
         return ()
-
-    @property
-    def outages(self) -> list[Outage]:
-        """The outages of its backends."""
-        return [backend.outage for backend in self.backends if backend.outage is not None]
 
     def stats(self) -> dict[str, Any]:
         """Counts of its backends by name, for the end of the run. Read before `close`."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from engine.actions.action import Action, EpisodeObjects, bounds_of, first_reached, post_rewards
 from engine.actions.action_facts import OWN_ACTION_SECONDS
 from engine.actions.calling.code_call import call_spec_code
-from engine.actions.calling.host import CodeOrigin, SpecFunction
+from engine.actions.calling.host import CodeOrigin, SpecCode, load_function
 from engine.actions.facts import owns_conversation
 from engine.actions.reward_source import sources_of
 from engine.episode.episode import Episode
@@ -325,7 +325,7 @@ class StepAction(SpecCodeAction):
 
     def __init__(self, loaded: LoadedSpec, state: StateSpec, template: ChatTemplate, code: Workers) -> None:
         super().__init__(loaded, state, template, code)
-        self._function: SpecFunction | None = None
+        self._function: SpecCode | None = None
         """The spec's own action; None for the environment's `step`."""
         if (use := str(state.action)) == self.name:
             environment = loaded.spec.environment
@@ -337,8 +337,7 @@ class StepAction(SpecCodeAction):
             self.blame, self.what = "environment", f"`{environment.use}`.step"
             self.seconds, self.declared = environment.timeout, environment.effects
             return
-        self._function = SpecFunction(loaded, code, use, state.with_, None, "step")
-        declared = self._function.code
+        self._function = declared = load_function(loaded, code, use, state.with_, None)
         if not declared.events:
             words = f'`{use}` declares no events; decorate it with `@action("done", …)` from engine.schemas.environment'
             raise SpecCodeError(words, blame="spec", kind="bad_action")
@@ -348,7 +347,8 @@ class StepAction(SpecCodeAction):
 
     def target(self, objects: EpisodeObjects) -> Callable[..., Any]:
         """Return what is called for an episode."""
-        step: Callable[..., Any] = objects.environment.step if self._function is None else self._function.of(objects)
+        own = self._function
+        step: Callable[..., Any] = objects.environment.step if own is None else own.of(objects, "step")
         return step
 
     async def perform(self, episode: Episode, objects: EpisodeObjects) -> StepRecord:

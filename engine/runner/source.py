@@ -113,8 +113,7 @@ class CrashIsolation:
             yield count >= APART
         finally:
             self._running -= 1
-            if by_itself:
-                self._alone = False
+            self._alone = self._alone and not by_itself
             await asyncio.shield(self._notify())
 
     async def _notify(self) -> None:

@@ -179,9 +179,8 @@ class Journal:
             trajectory=trajectory,
             encoded=encoded,
         )
-        write = self._writer.do(job, self, size, at_once=True)
         self._closing = True
-        return write
+        return self._writer.do(job, self, size, at_once=True)
 
     async def restart(self, keep: int = 0) -> None:
         """Give the attempt up and begin the next one; the old entries are kept. The cancellation of the caller is

@@ -384,10 +384,6 @@ class RunReader:
         with self.snapshot() as connection:
             yield connection, 0
 
-    def live(self) -> Iterator[tuple[sqlite3.Connection, int]]:
-        """As `contents`, of the stores in which episodes may be running."""
-        yield from self.contents()
-
     def by_number(self, numbers: Sequence[int]) -> Iterator[tuple[int, Trajectory]]:
         """Yield the finished episodes with these numbers that have content."""
         query = (

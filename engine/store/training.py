@@ -105,9 +105,9 @@ def find_training(word: str, out: Path) -> Path:
     if word == "latest" and all_trainings:
         return max(all_trainings, key=lambda folder: (folder / _HEADER).stat().st_mtime)
     begun_so = [folder for folder in all_trainings if word and folder.name.startswith(word)]
-    exact = [folder for folder in begun_so if folder.name == word]
-    if len(exact or begun_so) == 1:
-        return (exact or begun_so)[0]
+    chosen = [folder for folder in begun_so if folder.name == word] or begun_so
+    if len(chosen) == 1:
+        return chosen[0]
     if begun_so:
         shown = ", ".join(folder.name for folder in begun_so[:5])
         raise TrainError(

@@ -115,6 +115,11 @@ class SpecCode(ABC):
     def function(self, answer: str) -> Callable[..., Any]:
         """Return what `call_spec_code` calls, of a function that returns `rewards`, a `step` or a `text`."""
 
+    def of(self, objects: EpisodeObjects, answer: str) -> Callable[..., Any]:
+        """Return what is called for an episode: `function`, or the same in the episode's own host."""
+        code = self if objects.host is None else objects.host.load(self)
+        return code.function(answer)
+
     @abstractmethod
     def tool(self) -> tuple[Callable[..., Any] | HostedTool, ToolShape]:
         """Return a function as a tool, and its shape. Raises: EngineError: it is no valid tool."""
@@ -201,31 +206,12 @@ class CodeHere(SpecCode):
         return self._make(blame)
 
 
-class SpecFunction:
-    """A function of the spec, such as a scorer, loaded once per run; `answer` is what it returns: `rewards`, `step` or
-    `text`.
-
-    Raises:
-        EngineError: it cannot be loaded.
-    """
-
-    def __init__(
-        self,
-        loaded: LoadedSpec,
-        code: Workers,
-        use: str,
-        with_: Mapping[str, Any],
-        isolation: IsolationSpec | None,
-        answer: str,
-    ) -> None:
-        origin = CodeOrigin(use=use, base=loaded.base, role="function", with_=with_)
-        self.code = code.load(origin, loaded.spec.isolation_of(isolation))
-        self._answer = answer
-        self._function = self.code.function(answer)
-
-    def of(self, objects: EpisodeObjects) -> Callable[..., Any]:
-        """Return what is called for an episode: the function, or the one in the episode's own host."""
-        return self._function if objects.host is None else objects.host.load(self.code).function(self._answer)
+def load_function(
+    loaded: LoadedSpec, code: Workers, use: str, with_: Mapping[str, Any], isolation: IsolationSpec | None
+) -> SpecCode:
+    """Load a function of the spec, such as a scorer, once per run. Raises: EngineError: it cannot be loaded."""
+    origin = CodeOrigin(use=use, base=loaded.base, role="function", with_=with_)
+    return code.load(origin, loaded.spec.isolation_of(isolation))
 
 
 def shape_or_fault(function: Any, name: str | None, where: str) -> ToolShape:

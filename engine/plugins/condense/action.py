@@ -11,7 +11,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from engine.actions.action import Action, EpisodeObjects
-from engine.actions.calling.host import SpecFunction
+from engine.actions.calling.host import SpecCode, load_function
 from engine.actions.record_filters import in_memory
 from engine.actions.spec_code import SpecCodeAction
 from engine.episode.episode import Episode, derive_seed
@@ -69,9 +69,9 @@ class CondenseAction(SpecCodeAction):
         spec = loaded.spec
         self._room = min((value for value in (spec.limits.episode_tokens, spec.model.context) if value), default=None)
         condenser = self._spec.condenser
-        self._function: SpecFunction | None = None
+        self._function: SpecCode | None = None
         if isinstance(condenser, OwnCondenserSpec):
-            self._function = SpecFunction(loaded, code, condenser.use, condenser.with_, condenser.isolation, "text")
+            self._function = load_function(loaded, code, condenser.use, condenser.with_, condenser.isolation)
 
     async def perform(self, episode: Episode, objects: EpisodeObjects) -> CondenseRecord:
         """Return the shorter thread; a record without a thread if nothing is shorter.
@@ -188,7 +188,7 @@ class CondenseAction(SpecCodeAction):
         assert isinstance(condenser, OwnCondenserSpec)
         assert self._function is not None
         answer = await self.ask(
-            self._function.of(objects),
+            self._function.of(objects, "text"),
             text,
             condenser.tokens,
             episode.view(),

@@ -168,12 +168,6 @@ class ShardedRun(RunReader):
             for connection, _ in self._reader_of(source).contents():
                 yield connection, source * STORE
 
-    def live(self) -> Iterator[tuple[sqlite3.Connection, int]]:
-        """As in `RunReader`: the stores that may still be written."""
-        for source, reader in sorted(self._live().items()):
-            for connection, _ in reader.contents():
-                yield connection, source * STORE
-
     def journal(self, episode_id: str, attempt: int | None = None) -> list[JournalEntry]:
         """As in `RunReader`; an earlier attempt may be in the store of another driver."""
         row = self.episode(episode_id)

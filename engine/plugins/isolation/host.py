@@ -87,7 +87,7 @@ class ProcessCode(SpecCode):
 
     def function(self, answer: str) -> HostedCallable:
         """See `SpecCode.function`."""
-        return RemoteFunction(self.origin, self.pool, answer)
+        return HostedCallable(RemoteFunction(self.origin, self.pool, answer).ask)
 
     def tool(self) -> tuple[HostedTool, ToolShape]:
         """See `SpecCode.tool`."""

@@ -379,14 +379,13 @@ class RemoteObject(HostedObject):
                 returned(self._cell, self._origin.use)
 
 
-class RemoteFunction(HostedCallable):
+class RemoteFunction:
     """A function in workers: a scorer, a custom action or a tool. It has no state, so the end of a worker loses only
     one call."""
 
     lost = False
 
     def __init__(self, origin: CodeOrigin, pool: CellPool, expects: str) -> None:
-        super().__init__(self._ask)
         self._origin = origin
         self._pool = pool
         self._expects = expects
@@ -403,7 +402,8 @@ class RemoteFunction(HostedCallable):
         finally:
             self._pool.give(cell, self._origin.use, function)
 
-    async def _ask(self, arguments: Sequence[Any], *, seconds: float | None, blame: Blame, what: str) -> Any:
+    async def ask(self, arguments: Sequence[Any], *, seconds: float | None, blame: Blame, what: str) -> Any:
+        """Call it, as `RemoteObject.ask` calls a method."""
         async with self.leased(blame) as function:
             return await function.ask("__call__", self._expects, arguments, seconds=seconds, blame=blame, what=what)
 

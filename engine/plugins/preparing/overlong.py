@@ -197,14 +197,9 @@ def _without_images(message: Message) -> Message:
 
 def _schemas(loaded: LoadedSpec) -> list[dict[str, Any]]:
     """The schemas of the spec's functions that run in this process."""
-    schemas = []
-    for tool in loaded.spec.tools:
-        if loaded.spec.isolation_of(tool.isolation).mode != "thread":
-            continue
-        target = load_entry(str(tool.use), Path(loaded.base))
-        if not inspect.isclass(target):
-            schemas.append(shape_of(target, tool.name).schema)
-    return schemas
+    tools = [tool for tool in loaded.spec.tools if loaded.spec.isolation_of(tool.isolation).mode == "thread"]
+    targets = [(load_entry(str(tool.use), Path(loaded.base)), tool.name) for tool in tools]
+    return [shape_of(target, name).schema for target, name in targets if not inspect.isclass(target)]
 
 
 def without_overlong(tasks: TaskList, loaded: LoadedSpec, template: ChatTemplate) -> TaskList:
