@@ -8,18 +8,64 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from engine.errors import AuditError
-from engine.plugins.audit.examine import Evidence, ExaminedRow, SamplerRecord, TemplateMarks
+from engine.plugins.audit.examine import Evidence, ExaminedRow, RowFinding, SamplerRecord, TemplateMarks
 from engine.plugins.audit.files import find_files, open_document
-from engine.plugins.audit.findings import AuditReport
 from engine.plugins.audit.frameworks import FRAMEWORKS
 from engine.plugins.audit.rows import MAX_ROWS, Columns, ForeignRow, Vector, ids_of
-from engine.plugins.audit.rules import RULES
+from engine.plugins.audit.rules import RULES, lacks
 from engine.tokens.template import ChatTemplate
+
+
+@dataclass(slots=True)
+class AuditReport:
+    """The result of an audit."""
+
+    framework: str
+    rows: int = 0
+    tokens: int = 0
+    trained: int = 0
+    """Tokens with loss mask 1."""
+    findings: list[RowFinding] = field(default_factory=list)
+    judged: Counter[str] = field(default_factory=Counter)
+    """Number of rows that each rule judged."""
+    not_judged: dict[str, Counter[str]] = field(default_factory=dict)
+    """For each rule: number of rows that it did not judge, by the reason."""
+    replies: int = 0
+    """Sampled replies whose ids are known."""
+    unusual: int = 0
+    """Of them, those whose ids are not what the tokenizer makes of their text."""
+
+    def counts(self) -> dict[str, dict[str, int]]:
+        """Number of rows with a finding, by rule and severity."""
+        rows: dict[tuple[str, str], set[int]] = {}
+        for finding in self.findings:
+            rows.setdefault((finding.rule, finding.severity), set()).add(finding.row)
+        found: dict[str, dict[str, int]] = {}
+        for (rule, severity), where in rows.items():
+            found.setdefault(rule, {})[severity] = self.rows if -1 in where else len(where)
+        return found
+
+    def plain(self) -> dict[str, Any]:
+        """The report as JSON values."""
+        return {
+            "framework": self.framework,
+            "rows": self.rows,
+            "tokens": self.tokens,
+            "trained_tokens": self.trained,
+            "replies": self.replies,
+            "replies_with_unusual_ids": self.unusual,
+            "counts": self.counts(),
+            "judged": dict(self.judged),
+            "not_judged": {rule: dict(reasons) for rule, reasons in self.not_judged.items()},
+            "findings": [finding.plain() for finding in self.findings],
+        }
 
 
 def read_rows(framework: str, paths: Sequence[Path]) -> list[ForeignRow]:
@@ -83,37 +129,31 @@ def audit(
     Raises:
         AuditError: An id is not in the model's vocabulary.
     """
-    for row in rows:
-        if row.has_ids and len(row.ids) and int(row.ids.max()) >= template.vocab_size:
+    for foreign in rows:
+        if foreign.has_ids and len(foreign.ids) and int(foreign.ids.max()) >= template.vocab_size:
             raise AuditError(
-                f"{row.place} holds the id {int(row.ids.max())}, and the model's vocabulary is [0, "
+                f"{foreign.place} holds the id {int(foreign.ids.max())}, and the model's vocabulary is [0, "
                 f"{template.vocab_size}): give the model that sampled these rows"
             )
     marks = TemplateMarks(template)
     examined = [ExaminedRow(index, row, marks) for index, row in enumerate(rows)]
     known = Evidence(None if sampled is None else SamplerRecord(sampled, marks), tuple(stops))
     report = AuditReport(framework=framework, rows=len(rows))
-    for rule in RULES:
-        reasons = [(row, rule.lacks(row)) for row in examined]
+    for name, (check, needs) in RULES.items():
+        reasons = [(row, lacks(row, needs)) for row in examined]
         judged = [row for row, reason in reasons if reason is None]
-        report.judged[rule.name] = len(judged)
-        report.not_judged[rule.name] = Counter(reason for _, reason in reasons if reason is not None)
-        report.findings += rule.check(judged, known)
-    order = {rule.name: at for at, rule in enumerate(RULES)}
-    report.findings.sort(key=lambda finding: (finding.row, order[finding.rule], finding.token or 0))
-    for each in examined:
-        _count(report, each)
+        report.judged[name] = len(judged)
+        report.not_judged[name] = Counter(reason for _, reason in reasons if reason is not None)
+        report.findings += check(judged, known)
+    order = list(RULES)
+    report.findings.sort(key=lambda finding: (finding.row, order.index(finding.rule), finding.token or 0))
+    for row in examined:
+        if not row.foreign.has_ids:
+            continue
+        report.tokens += len(row.ids)
+        report.trained += int(np.count_nonzero(row.foreign.mask))
+        for reply in row.replies:
+            ids = row.response[reply.start : reply.end - reply.stopped]
+            report.replies += 1
+            report.unusual += template.encode(template.decode(ids)) != ids.tolist()
     return report, examined
-
-
-def _count(report: AuditReport, row: ExaminedRow) -> None:
-    """Add a row's tokens and replies to the report."""
-    if not row.foreign.has_ids:
-        return
-    report.tokens += len(row.ids)
-    report.trained += int(np.count_nonzero(row.foreign.mask))
-    template = row.marks.template
-    for reply in row.replies:
-        ids = row.response[reply.start : reply.end - reply.stopped]
-        report.replies += 1
-        report.unusual += template.encode(template.decode(ids)) != ids.tolist()

@@ -15,7 +15,7 @@ from engine.terminal import echo_json
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from engine.plugins.audit.findings import AuditReport
+    from engine.plugins.audit.audit import AuditReport
     from engine.schemas.model import ModelSpec
 
 _SHOWN = 5
@@ -145,14 +145,14 @@ def _summary(report: AuditReport, console: Console) -> None:
 
     console.print(f"{report.rows} rows of {report.framework}: {report.tokens:,} tokens, {report.trained:,} trained")
     counts = report.counts()
-    width = max(len(rule.name) for rule in RULES)
+    width = max(map(len, RULES))
     for rule in RULES:
-        of_rule = counts.get(rule.name, {})
+        of_rule = counts.get(rule, {})
         words = [f"{severity} in {of_rule[severity]}" for severity in _STYLES if severity in of_rule]
-        if not words and report.judged[rule.name]:
+        if not words and report.judged[rule]:
             words = ["nothing found"]
-        words += [f"{count} not judged: {reason}" for reason, count in report.not_judged[rule.name].items()]
-        console.print(f"  {rule.name.ljust(width)}  {' · '.join(words)}")
+        words += [f"{count} not judged: {reason}" for reason, count in report.not_judged[rule].items()]
+        console.print(f"  {rule.ljust(width)}  {' · '.join(words)}")
     if report.replies:
         sign = _NONE_UNUSUAL if not report.unusual and report.replies >= _MANY else ""
         console.print(

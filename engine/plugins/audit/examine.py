@@ -12,13 +12,13 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
 from engine.errors import EngineError
-from engine.plugins.audit.findings import RowFinding, Severity
 from engine.plugins.audit.rows import ForeignRow, Vector, runs_of
+from engine.schemas.base import Struct
 from engine.schemas.message import Message, Role
 from engine.schemas.model import PromptField
 from engine.spec.conversation import RowError, conversation_of
@@ -237,6 +237,29 @@ class Evidence:
     """The sampler's own record."""
     stops: tuple[str, ...] = ()
     """Texts that ended replies."""
+
+
+Severity = Literal["error", "warning", "info"]
+"""`error`: the loss is not the one that the rewards and samples mean. `warning`: it may be intended. `info`: something
+that the rows do not tell."""
+
+
+class RowFinding(Struct, frozen=True, kw_only=True):
+    """One thing that is wrong with a row."""
+
+    rule: str
+    severity: Severity
+    row: int
+    """The row, from 0, over all files; -1 for all rows."""
+    place: str
+    """The row, as its file counts."""
+    token: int | None = None
+    """The first token, from 0, counted from the row's first prompt token; None for the row as a whole."""
+    message: str
+
+    def __str__(self) -> str:
+        token = "" if self.token is None else f" token {self.token}"
+        return f"{self.place}{token}: {self.severity}[{self.rule}] {self.message}"
 
 
 class ExaminedRow:

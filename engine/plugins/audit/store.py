@@ -29,8 +29,8 @@ import yaml
 
 from engine.actions.calling.workers import Workers
 from engine.episode.compiled import CompiledSpec, compile_spec
+from engine.plugins.audit.audit import AuditReport
 from engine.plugins.audit.examine import ExaminedRow
-from engine.plugins.audit.findings import AuditReport
 from engine.plugins.audit.pickles import Inert
 from engine.plugins.audit.rows import ForeignRow, Vector
 from engine.schemas.environment import Reset, Step, Task

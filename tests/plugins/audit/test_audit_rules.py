@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from slow_cases import slow_but
 
 from engine.errors import AuditError, RenderError
-from engine.plugins.audit.audit import audit
-from engine.plugins.audit.examine import TemplateMarks
-from engine.plugins.audit.findings import AuditReport, RowFinding
+from engine.plugins.audit.audit import AuditReport, audit
+from engine.plugins.audit.examine import RowFinding, TemplateMarks
 from engine.plugins.audit.rows import ForeignRow
 from engine.schemas.generation import FinishReason, Generation
 from engine.schemas.message import Message
