@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
@@ -119,8 +119,7 @@ class TemplateMarks:
         group share the answer."""
         key = np.asarray(ids, np.int32).tobytes()
         if key not in self._read:
-            readings = self._readings(self.template.decode(np.asarray(ids, np.int32)))
-            self._read[key] = next((messages for messages in readings if self.renders(messages, ids)), None)
+            self._read[key] = next((messages for messages in self._readings(ids) if self.renders(messages, ids)), None)
         return self._read[key]
 
     def renders(self, messages: Sequence[Message], ids: Sequence[int] | Vector) -> bool:
@@ -133,7 +132,7 @@ class TemplateMarks:
     def likely(self, ids: Sequence[int] | Vector) -> list[Message] | None:
         """The messages that a prompt [tokens] seems to spell, which may render to other ids; None where it has no known
         form."""
-        return next(iter(self._readings(self.template.decode(np.asarray(ids, np.int32)))), None)
+        return next(self._readings(ids), None)
 
     def observations(self, ids: Sequence[int] | Vector, *, stopped: bool) -> list[Message] | None:
         """The messages between two replies; None where the ids are not of the template's form. What the template writes
@@ -149,19 +148,16 @@ class TemplateMarks:
         for start in dict.fromkeys([*starts, *(stop + closing for stop in self.template.stops)]):
             for (before, role), mark in sorted(self.between.items(), key=lambda item: -len(item[1])):
                 if before == "assistant" and (start + text).startswith(mark):
-                    found = self._rest(start + text, len(mark), role)
-                    if found is not None:
-                        return found
+                    messages = self._rest(start + text, len(mark), role)
+                    if messages is not None:
+                        return messages
         return None
 
-    def _readings(self, text: str) -> list[list[Message]]:
-        found = []
+    def _readings(self, ids: Sequence[int] | Vector) -> Iterator[list[Message]]:
+        text = self.template.decode(np.asarray(ids, np.int32))
         for role, opening in sorted(self.openings.items(), key=lambda item: -len(item[1])):
-            if text.startswith(opening):
-                messages = self._rest(text, len(opening), role)
-                if messages is not None:
-                    found.append(messages)
-        return found
+            if text.startswith(opening) and (messages := self._rest(text, len(opening), role)) is not None:
+                yield messages
 
     def _rest(self, text: str, at: int, role: Role) -> list[Message] | None:
         """The messages from a position on, the first of which has a role; None where the text does not end as a prompt
@@ -330,8 +326,7 @@ class ExaminedRow:
         with the masked tokens before the first trained one."""
         assert self.foreign.prompt_ids is not None
         first = self.runs[0][0] if self.runs else 0
-        whole = [self.ids[: self.start + first]] if first else []
-        return [self.foreign.prompt_ids, *whole]
+        return [self.foreign.prompt_ids, *([self.ids[: self.start + first]] if first else [])]
 
     @cached_property
     def read_prompt(self) -> list[Message] | None:
@@ -382,10 +377,6 @@ class ExaminedRow:
         return RowFinding(
             rule=rule, severity=severity, row=self.index, place=self.foreign.place, token=at, message=message
         )
-
-    def observations(self, end: int, until: int, *, stopped: bool) -> list[Message] | None:
-        """The messages in tokens [end, until) of the response, between two replies."""
-        return self.marks.observations(self.response[end:until], stopped=stopped)
 
 
 def first_difference(one: Sequence[int] | Vector, other: Sequence[int] | Vector) -> int:

@@ -18,6 +18,7 @@ import pickle
 import re
 import zipfile
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from math import prod
 from typing import Any, ClassVar
 
@@ -112,10 +113,9 @@ class _Unpickler(pickle._Unpickler):
         self.append(self.read(size))
 
 
-def _with_plain_keys(opcode: bytes, keys: slice) -> Callable[[Any], None]:
+def _with_plain_keys(run: Callable[[Any], None], keys: slice) -> Callable[[Any], None]:
     """An instruction that makes keys, which stand at these places of the stack. Tuples are refused: a deeply nested one
     would overflow the stack when it is hashed."""
-    run = pickle._Unpickler.dispatch[opcode[0]]
 
     def checked(self: Any) -> None:
         if any(isinstance(key, tuple | frozenset) for key in self.stack[keys]):
@@ -133,7 +133,7 @@ for _opcode, _keys in (
     (pickle.ADDITEMS, slice(None)),
     (pickle.FROZENSET, slice(None)),
 ):
-    _Unpickler.dispatch[_opcode[0]] = _with_plain_keys(_opcode, _keys)
+    _Unpickler.dispatch[_opcode[0]] = _with_plain_keys(_Unpickler.dispatch[_opcode[0]], _keys)
 
 
 def read_pickle(data: bytes, persistent: Callable[[Any], Any] | None = None) -> Any:
@@ -200,12 +200,12 @@ def array_of(data: bytes | memoryview, dtype: str, shape: tuple[int, ...]) -> np
     return (found.astype(np.uint32) << 16).view(np.float32) if name == "bfloat16" else found
 
 
+@dataclass(frozen=True, slots=True)
 class Storage:
     """The bytes of a tensor's storage, and the type of its elements."""
 
-    def __init__(self, data: memoryview, dtype: str) -> None:
-        self.data = data
-        self.dtype = dtype
+    data: memoryview
+    dtype: str
 
     def view(self, offset: int, size: tuple[int, ...], stride: tuple[int, ...]) -> np.ndarray:
         """The tensor of a shape at an offset.
@@ -291,17 +291,14 @@ class _Converter:
         if depth > MAX_DEPTH:
             raise AuditError(f"values are nested more than {MAX_DEPTH} deep")
         if id(value) not in self._done:
-            self._done[id(value)] = self._new(value, depth)
+            if isinstance(value, dict):
+                done: Any = {key: self.convert(item, depth + 1) for key, item in value.items()}
+            elif isinstance(value, Inert):
+                done = self._record(value, depth)
+            else:
+                done = [self.convert(item, depth + 1) for item in value]
+            self._done[id(value)] = done
         return self._done[id(value)]
-
-    def _new(self, value: Any, depth: int) -> Any:
-        if isinstance(value, list | tuple):
-            if all(type(item) in (int, float, bool) for item in value):
-                return list(value)
-            return [self.convert(item, depth + 1) for item in value]
-        if isinstance(value, dict):
-            return {key: self.convert(item, depth + 1) for key, item in value.items()}
-        return self._record(value, depth)
 
     def _record(self, value: Inert, depth: int) -> Any:
         known = _KNOWN.get(value.name.rpartition(".")[2])

@@ -112,7 +112,12 @@ def closing_trained(rows: Sequence[ExaminedRow], known: Evidence) -> Iterator[Ro
                 yield row.finding("closing_trained", "error", message, reply.end)
         for reply in row.replies if known.sampled is not None else ():
             assert known.sampled is not None
-            if reply.stopped and _stop_was_added(row, reply, known.sampled):
+            recorded = known.sampled.replies
+            if not reply.stopped or reply.ids in recorded:
+                continue
+            without, text = row.text(reply.start, reply.end - 1), row.text(reply.start, reply.end)
+            by_text = without in known.sampled.by_text and text not in known.sampled.by_text
+            if reply.ids[:-1] in recorded or by_text:
                 message = "the stop token after a reply is trained, and the sampler's record does not have it: "
                 message += row.quoted(reply.end - 1, reply.end)
                 yield row.finding("closing_trained", "error", message, reply.end - 1)
@@ -124,14 +129,6 @@ def closing_trained(rows: Sequence[ExaminedRow], known: Evidence) -> Iterator[Ro
                     "stop token, which was then added"
                 )
                 yield row.finding("closing_trained", "error", message, last.end - 1)
-
-
-def _stop_was_added(row: ExaminedRow, reply: ForeignReply, sampled: SamplerRecord) -> bool:
-    """Whether the record has a reply without its stop token, by ids or by text, and none with it."""
-    if reply.ids in sampled.replies:
-        return False
-    without, text = row.text(reply.start, reply.end - 1), row.text(reply.start, reply.end)
-    return reply.ids[:-1] in sampled.replies or (without in sampled.by_text and text not in sampled.by_text)
 
 
 def _after_stops(row: ExaminedRow) -> Iterator[tuple[ForeignReply, int, int]]:
@@ -158,19 +155,15 @@ def missing_eos(rows: Sequence[ExaminedRow], known: Evidence) -> Iterator[RowFin
         for reply in row.replies:
             if reply.stopped or (known.stops and row.text(reply.start, reply.end).endswith(known.stops)):
                 continue
-            judged = _unstopped(row, reply, longest) if known.sampled is None else _stop_lost(row, reply, known.sampled)
+            judged = None
+            if known.sampled is None:
+                judged = _unstopped(row, reply, longest)
+            elif any((*reply.ids, stop) in known.sampled.replies for stop in row.marks.template.stop_set):
+                there = reply.end < len(row.response) and int(row.response[reply.end]) in row.marks.template.stop_set
+                where = "has loss mask 0" if there else "is not in the row"
+                judged = "error", f"the sampler gave a stop token at the end of this reply, which {where}"
             if judged is not None:
-                severity, message = judged
-                yield row.finding("missing_eos", severity, message, min(reply.end, len(row.response) - 1))
-
-
-def _stop_lost(row: ExaminedRow, reply: ForeignReply, sampled: SamplerRecord) -> tuple[Severity, str] | None:
-    """Judge a reply without a stop token by the sampler's record."""
-    if not any((*reply.ids, stop) in sampled.replies for stop in row.marks.template.stop_set):
-        return None
-    there = reply.end < len(row.response) and int(row.response[reply.end]) in row.marks.template.stop_set
-    where = "has loss mask 0" if there else "is not in the row"
-    return "error", f"the sampler gave a stop token at the end of this reply, which {where}"
+                yield row.finding("missing_eos", *judged, min(reply.end, len(row.response) - 1))
 
 
 def _unstopped(row: ExaminedRow, reply: ForeignReply, longest: int) -> tuple[Severity, str] | None:
@@ -193,14 +186,26 @@ def _unstopped(row: ExaminedRow, reply: ForeignReply, longest: int) -> tuple[Sev
 
 
 def prompt_not_template(rows: Sequence[ExaminedRow], known: Evidence) -> Iterator[RowFinding]:
-    """Prompts that are not what the chat template renders: the first one, and what stands between two replies."""
+    """Prompts that are not what the chat template renders: the first one, and the first text between two replies that
+    the template would not write there, by the engine's own conversation."""
     for row in rows:
         assert row.foreign.prompt_ids is not None
         if not row.prompt_is_rendered:
             at, what = _prompt_difference(row)
             yield row.finding("prompt_not_template", "warning", what, at, response=False)
-        if len(row.replies) > 1 and (finding := _bridge_finding(row)) is not None:
-            yield finding
+        if len(row.replies) < 2:
+            continue
+        try:
+            conversation = Conversation.begun(row.marks.template, row.shown_messages)
+            for turn, (reply, following) in enumerate(pairwise(row.replies)):
+                difference = _between(conversation, row, turn, reply, following)
+                if difference is not None:
+                    severity, message, at = difference
+                    yield row.finding("prompt_not_template", severity, message, reply.end + at)
+                    break
+        except (EngineError, ValueError) as error:  # a row can hold what no conversation can
+            message = f"the chat template refuses this conversation: {error}"
+            yield row.finding("prompt_not_template", "warning", message, row.replies[0].end)
 
 
 def _prompt_difference(row: ExaminedRow) -> tuple[int | None, str]:
@@ -225,22 +230,6 @@ def _prompt_difference(row: ExaminedRow) -> tuple[int | None, str]:
     )
 
 
-def _bridge_finding(row: ExaminedRow) -> RowFinding | None:
-    """The first difference between what stands between two replies and what the template writes there, by the engine's
-    own conversation."""
-    try:
-        conversation = Conversation.begun(row.marks.template, row.shown_messages)
-        for turn, (reply, following) in enumerate(pairwise(row.replies)):
-            difference = _between(conversation, row, turn, reply, following)
-            if difference is not None:
-                severity, message, at = difference
-                return row.finding("prompt_not_template", severity, message, reply.end + at)
-    except (EngineError, ValueError) as error:  # a row can hold what no conversation can
-        message = f"the chat template refuses this conversation: {error}"
-        return row.finding("prompt_not_template", "warning", message, row.replies[0].end)
-    return None
-
-
 def _between(
     conversation: Conversation, row: ExaminedRow, turn: int, reply: ForeignReply, following: ForeignReply
 ) -> tuple[Severity, str, int] | None:
@@ -251,7 +240,7 @@ def _between(
     conversation.reply(Generation(output_ids=ids, logprobs=np.zeros(len(ids), np.float32), finish=finish), turn=turn)
     tape = np.concatenate([asked, ids])
     here = row.response[reply.end : following.start]
-    messages = row.observations(reply.end, following.start, stopped=reply.stopped)
+    messages = row.marks.observations(here, stopped=reply.stopped)
     decode = row.marks.template.decode
     if messages is None:
         shown = _short(decode(here))

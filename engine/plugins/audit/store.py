@@ -31,7 +31,6 @@ from engine.actions.calling.workers import Workers
 from engine.episode.compiled import CompiledSpec, compile_spec
 from engine.plugins.audit.audit import AuditReport
 from engine.plugins.audit.examine import ExaminedRow
-from engine.plugins.audit.pickles import Inert
 from engine.plugins.audit.rows import ForeignRow, Vector
 from engine.schemas.environment import Reset, Step, Task
 from engine.schemas.generation import FinishReason, Generation, VersionSpan
@@ -58,9 +57,6 @@ if TYPE_CHECKING:
     from engine.tokens.template import ChatTemplate
 
 
-_EMPTY = np.empty(0, np.int32)
-
-
 def records_of(row: ExaminedRow, rules: list[str]) -> deque[Record]:
     """The journal's records of a row, in order: the prompt, then each reply with the step that answers it, then the
     rewards.
@@ -74,12 +70,11 @@ def records_of(row: ExaminedRow, rules: list[str]) -> deque[Record]:
         [ResetRecord(reset=Reset(messages=row.shown_messages, facts=_facts(foreign, rules)))]
     )
     if not foreign.has_ids:
-        text = foreign.response_text or ""
         reply = Generation(
-            output_ids=_EMPTY,
+            output_ids=np.empty(0, np.int32),
             logprobs=np.empty(0, np.float32),
             finish=FinishReason(type=foreign.finish or "stop"),
-            text=text,
+            text=foreign.response_text or "",
         )
         records += [GenerationRecord(generation=reply), StepRecord(step=Step(event="done"))]
     elif not row.runs:
@@ -137,10 +132,10 @@ def _answer(row: ExaminedRow, end: int, until: int) -> list[Message]:
     after = end - len(closing) if closing and row.response[:end][-len(closing) :].tolist() == closing else end
     for at in dict.fromkeys((end, after)):  # a run may end with the template's closing
         if at and int(row.response[at - 1]) in row.marks.template.stop_set:
-            messages = row.observations(at, until, stopped=True)
+            messages = row.marks.observations(row.response[at:until], stopped=True)
             break
     else:
-        messages = row.observations(end, until, stopped=False)
+        messages = row.marks.observations(row.response[end:until], stopped=False)
     if messages is None or any(message.role == "assistant" for message in messages):
         return [Message(role="user", content=row.text(end, until))]
     return messages
@@ -171,8 +166,11 @@ def _facts(row: ForeignRow, rules: list[str]) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     left_out = []
     for key, value in row.fields.items():
-        plain = _plain(value, 8)
-        if plain is not _UNKNOWN and refusal({key: plain}) is None and len(repr(plain)) < 20_000:
+        try:
+            text = json.dumps(value, default=_plain)
+        except (TypeError, ValueError, RecursionError):
+            text = ""
+        if 0 < len(text) < 20_000 and refusal({key: (plain := json.loads(text))}) is None:
             fields[str(key)] = plain
         else:
             left_out.append(str(key))
@@ -188,22 +186,11 @@ def _facts(row: ForeignRow, rules: list[str]) -> dict[str, Any]:
     }
 
 
-_UNKNOWN = object()
-
-
-def _plain(value: Any, depth: int) -> Any:
-    """A value in JSON's types; `_UNKNOWN` where it has none or is nested too deeply."""
+def _plain(value: Any) -> Any:
+    """A NumPy value in Python's types."""
     if isinstance(value, np.ndarray | np.generic):
-        value = value.tolist()
-    if isinstance(value, Inert) or depth == 0 or (isinstance(value, list | dict) and len(value) > 10_000):
-        return _UNKNOWN
-    if isinstance(value, list):
-        found = [_plain(item, depth - 1) for item in value]
-        return _UNKNOWN if any(item is _UNKNOWN for item in found) else found
-    if isinstance(value, dict):
-        pairs = {str(key): _plain(item, depth - 1) for key, item in value.items()}
-        return _UNKNOWN if any(item is _UNKNOWN for item in pairs.values()) else pairs
-    return value if value is None or isinstance(value, str | int | float | bool) else _UNKNOWN
+        return value.tolist()
+    raise TypeError(f"a {type(value).__name__} has no JSON form")
 
 
 # --- the trajectory -------------------------------------------------------------------------------------
@@ -213,20 +200,15 @@ def branch_of(row: ExaminedRow) -> Branch:
     """The row as a branch: its ids, loss mask, log-probs and versions as they are."""
     foreign, size = row.foreign, len(row.ids)
     spans = [Span(kind="prompt", start=0, end=row.start)] if row.start else []
-    at = 0
-    for turn, (start, end) in enumerate(row.runs):
+    mask, turns, at = np.zeros(size, np.int32), np.full(size, -1, np.int32), row.start
+    for turn, run in enumerate(row.runs):
+        start, end = row.start + run[0], row.start + run[1]
         if at < start:
-            spans.append(Span(kind="bridge", start=row.start + at, end=row.start + start))
-        spans.append(Span(kind="generated", start=row.start + start, end=row.start + end, turn=turn))
-        at = end
-    if at < len(row.response):
-        spans.append(Span(kind="bridge", start=row.start + at, end=size))
-    mask = np.zeros(size, np.int32)
-    turns = np.full(size, -1, np.int32)
-    for span in spans:
-        if span.kind == "generated":
-            mask[span.start : span.end] = 1
-            turns[span.start : span.end] = span.turn
+            spans.append(Span(kind="bridge", start=at, end=start))
+        spans.append(Span(kind="generated", start=start, end=end, turn=turn))
+        mask[start:end], turns[start:end], at = 1, turn, end
+    if at < size:
+        spans.append(Span(kind="bridge", start=at, end=size))
     logprobs = np.zeros(size, np.float32)
     if foreign.logprobs is not None:
         logprobs[row.start :] = np.where(mask[row.start :] != 0, foreign.logprobs, 0.0)

@@ -83,7 +83,6 @@ def _sample(sample: Any, place: str) -> ForeignRow:
             int(each) for each in columns.get("weight_versions", []) if str(each).lstrip("-").isdecimal()
         ),
         reward=number(reward),
-        turn_rewards=(),
         messages=messages_of(prompt),
         prompt_text=text_of(prompt),
         response_text=text_of(columns.get("response")),
