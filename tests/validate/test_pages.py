@@ -17,7 +17,7 @@ import pytest
 from rule_examples import BAD, WHOLE, findings, page, write
 from slow_cases import slow_but_each
 
-from engine.plugins.trainers.check import APPROXIMATED, REFUSED, UNKNOWN
+from engine.plugins.trainers.capabilities import APPROXIMATED, REFUSED, UNKNOWN
 from engine.validate import all_rules
 from engine.validate.check import BROKEN, MORE, UNFINISHED
 from engine.validate.examine import FAILED, STOPPED, Options, examine

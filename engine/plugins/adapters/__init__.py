@@ -4,7 +4,7 @@ episode begins.
 facts.py     what holds for each, for `environment.adapter` and the `adapter` of tools
 base.py      what the adapters share
 row_presets.py  rows of the data files of verl and slime, for `tasks.preset`
-verl/        interactions and tools of verl, and `engine import verl`
+verl/        interactions and tools of verl, and `engine import verl` (config.py)
 offered.py   what a spec may name, for `engine envs` (command.py)
 rules.py     its rules of `engine validate`
 """
@@ -31,7 +31,7 @@ PLUGIN = Plugin(
     },
     commands={
         "envs": "engine.plugins.adapters.command:envs",
-        "import verl": "engine.plugins.adapters.verl.command:verl",
+        "import verl": "engine.plugins.adapters.verl.config:verl",
     },
     rules=("engine.plugins.adapters.rules",),
 )

@@ -1,6 +1,6 @@
-"""Other trainers: what each carries of a spec (`capabilities.py`), what a spec uses (`check.py`), and what all adapters
-share: groups of episodes (`rollouts.py`), rows and sums of the hand-over (`handover.py`), a loop in a thread
-(`loop.py`)."""
+"""Other trainers: what a spec uses and what each carries of it (`capabilities.py`), and what all adapters share: groups
+of episodes (`rollouts.py`), rows and sums of the hand-over (`handover.py`), a loop in a thread (`process.py`), checks
+of a trainer's classes and settings (`library.py`)."""
 
 from engine.plugin import Plugin
 
@@ -20,5 +20,5 @@ PLUGIN = Plugin(
         "tinker": "engine.plugins.trainers.capabilities:TINKER",
         "art": "engine.plugins.trainers.capabilities:ART",
     },
-    rules=("engine.plugins.trainers.check",),
+    rules=("engine.plugins.trainers.capabilities",),
 )

@@ -80,8 +80,7 @@ def _serve(listing: Listing, out: Path, all_runs: bool, port: int | None, browse
     try:
         from engine.plugins.view.documents import Documents
         from engine.plugins.view.home import newest
-        from engine.plugins.view.place import new_token, open_place, stored_token
-        from engine.plugins.view.web import serve
+        from engine.plugins.view.web import new_token, open_place, serve, stored_token
     except ModuleNotFoundError as error:
         wrong_usage(f"`engine view` needs the package {error.name}: pip install 'episode-engine[view]'")
 

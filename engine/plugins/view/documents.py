@@ -29,8 +29,7 @@ from engine.plugins.show.listing.tokens import sampled_columns, texts_of, token_
 from engine.plugins.show.listing.training import Training
 from engine.plugins.view.charts import charts_of
 from engine.plugins.view.home import Home
-from engine.plugins.view.metric_table import explained
-from engine.plugins.view.training_notes import banners, status_of
+from engine.plugins.view.training_notes import banners, explained, status_of
 from engine.store.reviews import REVIEWS
 from engine.store.rows.export import training_rows
 from engine.store.rows.row import columns_of

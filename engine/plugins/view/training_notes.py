@@ -1,14 +1,18 @@
-"""The warnings of a training, which its page shows as banners.
+"""What the page of a training says beside its curves: warnings as banners, and what each metric means.
 
 A training notes in `notes.jsonl` of its folder that it lacks a learning signal, and how it failed: nothing is computed
-twice. The other warnings follow from its newest lines of metrics and from the times of its files.
+twice. The other warnings follow from its newest lines of metrics and from the times of its files. The meaning of a
+metric, and when it is bad, is its row in the table of `metrics.md`, which is a page of the docs.
 """
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import cache
+from importlib.resources import files
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -22,6 +26,7 @@ from engine.store.training import METRICS
 
 if TYPE_CHECKING:
     from engine.spec.load import LoadedSpec
+
 
 FILE = "notes.jsonl"
 GROWTH = 20.0
@@ -121,3 +126,27 @@ def _sign(lines: Sequence[Mapping[str, Any]], name: str) -> str:
     if min(values[-NEWEST:]) <= GROWTH * usual:
         return ""
     return f"{name} is {values[-1]:.3g} and was {usual:.3g} or less in half of the steps before"
+
+
+_ROW = re.compile(r"^\| (`.+?) \| (.+?) \|(?: (.+?))? \|$", re.MULTILINE)
+_NAME = re.compile(r"`([^`]+)`")
+_LINK = re.compile(r"\[([^\]]+)\]\([^)]+\)")
+_PART = re.compile(r"<\w+>")
+
+
+@cache
+def _table() -> list[tuple[re.Pattern[str], str, str]]:
+    """The rows, each with a pattern of names, what they mean, and when they are bad."""
+    page = (files("engine.plugins.view") / "metrics.md").read_text("utf-8")
+    rows = []
+    for names, meaning, bad in _ROW.findall(page):
+        texts = [_LINK.sub(r"\1", text).replace("`", "") for text in (meaning, bad)]
+        for name in _NAME.findall(names):
+            pattern = ".+".join(map(re.escape, _PART.split(name)))
+            rows.append((re.compile(pattern), texts[0], texts[1]))
+    return rows
+
+
+def explained(name: str) -> list[str] | None:
+    """Return what a metric means and when it is bad; None if no row names it."""
+    return next(([meaning, bad] for pattern, meaning, bad in _table() if pattern.fullmatch(name)), None)

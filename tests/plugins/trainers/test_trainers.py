@@ -11,8 +11,7 @@ from trainer_evidence import CELLS, EVIDENCE, INSTALLED, PARTS
 from written_specs import save_spec
 
 from engine.errors import TrainError
-from engine.plugins.trainers.capabilities import THINGS, TRAINERS
-from engine.plugins.trainers.check import uses
+from engine.plugins.trainers.capabilities import THINGS, TRAINERS, uses
 from engine.plugins.trainers.rollouts import refuse_lost
 from engine.spec.load import load_spec
 

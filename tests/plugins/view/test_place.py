@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from engine.plugins.view.place import bind, open_place, stored_token
+from engine.plugins.view.web import bind, open_place, stored_token
 
 
 def port_of(out: Path, port: int | None = None) -> int:

@@ -14,8 +14,7 @@ from trainings import begin_training
 
 from engine.errors import TrainError
 from engine.plugins.show.listing.training import Training
-from engine.plugins.view.metric_table import explained
-from engine.plugins.view.training_notes import TrainingNotes, banners, status_of
+from engine.plugins.view.training_notes import TrainingNotes, banners, explained, status_of
 from engine.spec.load import load_spec
 from engine.store.lock import RunLock
 from engine.store.training import begin

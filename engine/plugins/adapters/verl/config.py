@@ -1,4 +1,5 @@
-"""A configuration of verl's as a spec, with a note for each of its keys that the spec does not hold.
+"""`engine import verl`: a configuration of verl's as a spec, with a note for each of its keys that the spec does not
+hold.
 
 Source of the keys: verl's documented configuration (https://verl.readthedocs.io, "Config Explanation" and "Multi-turn
 Rollout Support").
@@ -8,9 +9,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
-import yaml
+import typer
+
+from engine.terminal import echo
 
 _NO_NOTE: Mapping[str, tuple[Any, ...]] = {
     "actor_rollout_ref.hybrid_engine": (True,),
@@ -245,6 +249,48 @@ def _credit(rest: _Rest, notes: list[str]) -> dict[str, Any]:
 
 def as_yaml(spec: Mapping[str, Any], notes: list[str], source: str) -> str:
     """The spec's text, with what it leaves out said at its top."""
+    import yaml
+
     said = "".join(f"# Note: {note}\n" for note in notes)
     text = yaml.safe_dump(dict(spec), sort_keys=False, allow_unicode=True)
     return f"# Made from {source} by `engine import verl`.\n{said}{text}"
+
+
+def verl(
+    config: Annotated[Path, typer.Argument(help="A verl configuration, or only an interaction YAML file.")],
+    out: Annotated[
+        Path | None, typer.Option(help="The spec to write; by default CONFIG.spec.yaml beside CONFIG.")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="The model, if the configuration names none.")] = None,
+    tasks: Annotated[
+        str | None, typer.Option(help="The rows (.parquet or .jsonl), if the configuration names none.")
+    ] = None,
+    interactions: Annotated[
+        str | None, typer.Option(help="The interaction YAML file, if the configuration names none.")
+    ] = None,
+) -> None:
+    """Convert a verl multi-turn configuration with interactions or tools to a spec; its classes run unchanged.
+
+    Rollout, actor and trainer become `backend` and `train`, turns and lengths limits, and a turn's score its reward.
+    Keys that are not converted are listed at the top of the spec. Exits with 1 if no model, no rows, or neither
+    interactions nor tools are given, or if the output file exists.
+    """
+    import yaml
+
+    target = out or config.with_suffix(".spec.yaml")
+    try:
+        data: Any = yaml.safe_load(config.read_text(encoding="utf-8"))
+        if not isinstance(data, dict):
+            raise ValueError(f"{config} is not a YAML mapping")
+        if "interaction" in data and interactions is None:
+            interactions = config.name
+        spec, notes = spec_of(data, name=config.stem, interactions=interactions, model=model, tasks=tasks)
+        if target.exists():
+            raise ValueError(f"{target} exists already, and nothing was changed; choose another file with --out")
+        target.write_text(as_yaml(spec, notes, config.name), encoding="utf-8")
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        echo(str(error), err=True)
+        raise typer.Exit(1) from None
+    for note in notes:
+        echo(f"note: {note}")
+    echo(f"Made {target}\nNext: engine validate {target}")

@@ -6,10 +6,9 @@ weights.
         watch(trainer.actor)
         trainer.train(workflow="engine.plugins.trainers.areal.EngineWorkflow", workflow_kwargs=arguments)
 
-Parts: `workflow.py` runs the episodes, `backend.py` samples with AReaL's inference engine, `handover.py` makes AReaL's
-tensors and compares the sums, `settings.py` refuses settings. Written for AReaL 1.0.4, which is imported when
-`EngineWorkflow` is read, or by
-functions when they are called.
+Parts: `workflow.py` refuses settings and runs the episodes, `backend.py` samples with AReaL's inference engine,
+`rows.py` makes AReaL's tensors and compares the sums. Written for AReaL 1.0.4, which is imported when `EngineWorkflow`
+is read, or by functions when they are called.
 """
 
 from __future__ import annotations
@@ -17,8 +16,13 @@ from __future__ import annotations
 from typing import Any
 
 from engine.plugins.trainers.areal.rows import check_batches, sums_of_batch, trajectory
-from engine.plugins.trainers.areal.settings import refuse_settings
-from engine.plugins.trainers.areal.workflow import EngineGroups, task_dataset, watch, workflow_arguments
+from engine.plugins.trainers.areal.workflow import (
+    EngineGroups,
+    refuse_settings,
+    task_dataset,
+    watch,
+    workflow_arguments,
+)
 from engine.plugins.trainers.library import late_subclass
 
 __all__ = [

@@ -4,17 +4,16 @@ weights.
     cfg = SkyRLTrainConfig.from_cli_overrides(["trainer.algorithm.advantage_estimator=engine", …])
     EnginePPOExp(cfg, "spec.yaml", "runs/with-skyrl").run()
 
-Parts: `experiment.py` has the experiment, the trainer and the generator, which runs the episodes, `backend.py` samples
-with SkyRL's inference engines, `handover.py` makes SkyRL's batch and compares its sums, `settings.py` refuses settings.
-Written for SkyRL 0.3.0, which
-is imported when
-`EnginePPOExp` or `EngineGenerator` is read, or by functions when they are called.
+Parts: `experiment.py` refuses settings, and has the experiment, the trainer and the generator, which runs the episodes;
+`backend.py` samples with SkyRL's inference engines, `rows.py` makes SkyRL's batch and compares its sums. Written for
+SkyRL 0.3.0, which is imported when `EnginePPOExp` or `EngineGenerator` is read, or by functions when they are called.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from engine.plugins.trainers.skyrl.experiment import experiment_class, generator_class, refuse_settings
 from engine.plugins.trainers.skyrl.rows import (
     ESTIMATOR,
     generator_output,
@@ -22,7 +21,6 @@ from engine.plugins.trainers.skyrl.rows import (
     register_estimator,
     sums_of_batch,
 )
-from engine.plugins.trainers.skyrl.settings import refuse_settings
 
 __all__ = [
     "ESTIMATOR",
@@ -38,7 +36,5 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in ("EngineGenerator", "EnginePPOExp"):
-        from engine.plugins.trainers.skyrl import experiment
-
-        return experiment.generator_class() if name == "EngineGenerator" else experiment.experiment_class()
+        return generator_class() if name == "EngineGenerator" else experiment_class()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -8,7 +8,7 @@ weights.
 
 `--custom-generate-function-path engine.plugins.trainers.slime.generate` is the other way in: slime's own rollout
 function schedules, and each call runs one episode. Parts: `settings.py` refuses arguments, `rollouts.py` runs episodes
-over slime's router, `handover.py` makes samples of rows and has the converter and the advantage function. slime is
+over slime's router, `rows.py` makes samples of rows and has the converter and the advantage function. slime is
 imported only inside its functions.
 """
 

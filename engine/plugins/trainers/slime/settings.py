@@ -11,7 +11,7 @@ import structlog
 
 from engine.errors import TrainError
 from engine.plugins.sglang.spec import SGLangBackendSpec
-from engine.plugins.trainers.settings import OFF, Row, refuse, value_of
+from engine.plugins.trainers.library import OFF, Row, refuse, value_of
 from engine.schemas.sections import written
 from engine.schemas.train import TrainSpec
 

@@ -6,9 +6,8 @@ weights.
     with rollouts:
         EngineGRPOTrainer(rollouts, args).train()
 
-Parts: `rollouts.py` runs the episodes, `backend.py` samples with the trainer's model, `grpo.py` has the trainer
-and compares the sums of both sides of the hand-over, `arguments.py` TRL's arguments. TRL is imported when
-`EngineGRPOTrainer` is read.
+Parts: `rollouts.py` runs the episodes and samples with the trainer's model, `grpo.py` has the trainer and compares the
+sums of both sides of the hand-over, `arguments.py` TRL's arguments. TRL is imported when `EngineGRPOTrainer` is read.
 """
 
 from __future__ import annotations

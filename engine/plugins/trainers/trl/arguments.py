@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.backends.device import pick_device
 from engine.errors import TrainError
-from engine.plugins.trainers.settings import OFF, Row, refuse
+from engine.plugins.trainers.library import OFF, Row, refuse
 from engine.schemas.loss import CispoLoss, ClippedLoss, DrGrpoLoss, LossSpec, SapoLoss
 from engine.schemas.sections import dump
 from engine.schemas.train import TrainSpec

@@ -24,9 +24,9 @@ import numpy as np
 
 from engine.errors import TrainError
 from engine.plugins.trainers.handover import HandedRow
+from engine.plugins.trainers.library import value_of
 from engine.plugins.trainers.process import LoopThread, OncePerProcess
 from engine.plugins.trainers.rollouts import TrainerRollouts
-from engine.plugins.trainers.settings import value_of
 from engine.plugins.trainers.verl import fixes
 from engine.plugins.trainers.verl.backend import VerlBackend
 from engine.plugins.trainers.verl.rows import image_columns, versions_of_row

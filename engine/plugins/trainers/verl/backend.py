@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from engine.errors import BackendError
 from engine.plugins.sglang.routing import layout_of
 from engine.plugins.trainers.backend import TrainerBackend, TrainerReply, given
-from engine.plugins.trainers.settings import value_of
+from engine.plugins.trainers.library import value_of
 from engine.plugins.trainers.verl.settings import SHARED
 from engine.tokens.pixels import decode
 

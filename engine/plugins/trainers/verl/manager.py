@@ -17,9 +17,9 @@ import pyarrow.parquet as pq
 import structlog
 
 from engine.errors import EngineError, TrainError
+from engine.plugins.trainers.library import value_of
 from engine.plugins.trainers.process import LoopThread
 from engine.plugins.trainers.rollouts import TrainerRollouts
-from engine.plugins.trainers.settings import value_of
 from engine.plugins.trainers.verl.backend import VerlBackend
 from engine.plugins.trainers.verl.rows import group_rows
 from engine.plugins.trainers.verl.settings import refuse_settings

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from engine.plugins.trainers.backend import unsupported
-from engine.plugins.trainers.settings import OFF, Row, refuse, value_of
+from engine.plugins.trainers.library import OFF, Row, refuse, value_of
 from engine.schemas.credit import OutcomeCredit
 
 if TYPE_CHECKING:
