@@ -66,7 +66,7 @@ COMMANDS: dict[str, list[str]] = {
     "page 10,000 of a list": [LISTING.format("listing.page(offset=500_000, limit=50)"), "RUN"],
     "page 1,000 of a filter by reward": [LISTING.format("listing.page('outcome.reward > 1.0', sort='reward', offset=50_000, limit=50)"), "RUN"],
     "neighbours in a filter": [LISTING.format("listing.neighbours(listing.sources[0].key, listing.page(limit=1).rows[0].episode, 'outcome.reward > 0.1')"), "RUN"],
-    "view: numbers of a run": [LISTING.format("from engine.plugins.view.home import Home; Home(listing).numbers(listing.sources[0].key)"), "RUN"],
+    "view: numbers of a run": [LISTING.format("from engine.plugins.view.home import numbers_of; numbers_of(listing, listing.sources[0].key)"), "RUN"],
     "view: charts": [LISTING.format("from engine.plugins.view.charts import charts_of; charts_of(listing, '', '')"), "RUN"],
     "RunStore.episodes": [EPISODES, "RUN"],
 }  # fmt: skip

@@ -28,7 +28,7 @@ from engine.plugins.show.listing.episode import common_start, episode_document
 from engine.plugins.show.listing.tokens import sampled_columns, texts_of, token_columns
 from engine.plugins.show.listing.training import Training
 from engine.plugins.view.charts import charts_of
-from engine.plugins.view.home import Home
+from engine.plugins.view.home import entries, numbers_of
 from engine.plugins.view.training_notes import banners, explained, status_of
 from engine.store.reviews import REVIEWS
 from engine.store.rows.export import training_rows
@@ -38,7 +38,7 @@ from engine.store.shown_messages import reply_numbers
 if TYPE_CHECKING:
     from engine.plugins.show.listing.listing import Listing
     from engine.plugins.show.listing.rows import Row
-    from engine.schemas.trajectory import Trajectory, Turn
+    from engine.schemas.trajectory import Trajectory
     from engine.store.images import StoredImage
     from engine.store.reader import RunReader
 
@@ -52,6 +52,8 @@ _NAMING = frozenset({"run", "within", "key", "training", "first", "second"})
 """Parameters that name a run or training."""
 _FIRST = frozenset({"page", "episode", "numbers"})
 """Documents that the page of an address shows first."""
+_AGAIN = 20
+"""Numbers of a run are computed again after this many times the seconds that they took."""
 MOST_ROWS = 500
 """Maximum number of rows of one page."""
 
@@ -82,7 +84,9 @@ class Documents:
     def __init__(self, listing: Listing, look: Callable[[], Iterable[Path]] = tuple, out: Path | None = None) -> None:
         self.listing = listing
         self._out = out
-        self._home = Home(listing, look)
+        self._look = look
+        self._numbers: dict[str, tuple[float, dict[str, Any]]] = {}
+        """By key: until when the numbers are shown, and the numbers."""
         self._parts: dict[str, Listing] = {}
         self.answered = Event()
         """Set when the first part of the list, or the first episode, was answered."""
@@ -95,18 +99,25 @@ class Documents:
         return {
             "title": names.pop() if len(names) == 1 else f"{len(names)} runs",
             "sources": [source.plain() for source in sources],
-            "trainings": [each.name for each in self._trainings()],
+            "trainings": [folder.name for folder in self.listing.trainings],
             "note": None,
             "reviewer": getuser() if REVIEWS.all() else None,
         }
 
     def runs(self) -> Document:
         """Return the runs and trainings, newest first, without numbers."""
-        return self._home.entries()
+        self.listing.add(self._look())
+        return entries(self.listing)
 
     def numbers(self, key: str) -> Document:
         """Return the numbers of a run or training, by its key in `runs`."""
-        return self._home.numbers(key)
+        until, numbers = self._numbers.get(key, (0.0, {}))
+        began = time.monotonic()
+        if began >= until:
+            numbers = numbers_of(self.listing, key)
+            now = time.monotonic()
+            self._numbers[key] = (now + _AGAIN * (now - began), numbers)
+        return numbers
 
     def _within(self, key: str) -> Listing:
         """The episodes of a run or training; empty: all."""
@@ -198,7 +209,7 @@ class Documents:
         Raises:
             StoreError: There is no such training in this list.
         """
-        folder = next((folder for folder in self._trainings() if folder.name == training), None)
+        folder = next((folder for folder in self.listing.trainings if folder.name == training), None)
         if folder is None:
             raise StoreError(f"there is no training `{training}` in this list")
         shown = Training(folder)
@@ -227,10 +238,6 @@ class Documents:
         self.answered.wait(patience)
         if self.listing.sources:
             texts_of(self.listing.store(self.listing.sources[0].key))
-
-    def _trainings(self) -> list[Path]:
-        """Return the folders of the trainings of the list, sorted by name."""
-        return self.listing.trainings
 
     def scenario(self, run: str, id: str) -> Document:
         """Return a scenario of a finished episode, which was played and passes. Imports the code that the run names,
@@ -345,13 +352,10 @@ def _wrong_parameter(method: Callable[..., Any], given: Mapping[str, str]) -> st
     from inspect import Parameter, signature
 
     known = signature(method).parameters
-    for name in given:
-        if name not in known:
-            return f"unknown parameter `{name}`; it takes {', '.join(known)}"
-    for name, each in known.items():
-        if each.default is Parameter.empty and name not in given:
-            return f"the parameter `{name}` is missing"
-    return None
+    if unknown := [name for name in given if name not in known]:
+        return f"unknown parameter `{unknown[0]}`; it takes {', '.join(known)}"
+    missing = [name for name, each in known.items() if each.default is Parameter.empty and name not in given]
+    return f"the parameter `{missing[0]}` is missing" if missing else None
 
 
 _AROUND = 12
@@ -405,7 +409,8 @@ def parting(store: RunReader, first: Trajectory, second: Trajectory) -> dict[str
         if None in ends:
             alike = ends[0] is ends[1] and said[0] == said[1]
             return {"turn": None if alike else turn - 1, "message": not alike, "token": None, "texts": None}
-        ids = _ids(first, first.turns[turn]), _ids(second, second.turns[turn])
+        turns = [(each.turns[turn], each.branches) for each in (first, second)]
+        ids = [branches[part.branch].input_ids[part.start : part.end] for part, branches in turns]
         token = common_start(*ids)
         if token < max(len(ids[0]), len(ids[1])):
             texts = [texts_of(store).decode(each[token : token + _AROUND].tolist()) for each in ids]
@@ -415,8 +420,3 @@ def parting(store: RunReader, first: Trajectory, second: Trajectory) -> dict[str
             return {"turn": turn, "message": False, "token": None, "texts": None}
         before = replies[0][turn] + 1
     raise AssertionError("the loop ends at the turn that one of them does not have")
-
-
-def _ids(trajectory: Trajectory, turn: Turn) -> Any:
-    branch = trajectory.branches[turn.branch]
-    return branch.input_ids[turn.start : turn.end]

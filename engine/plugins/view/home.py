@@ -7,8 +7,6 @@ journal and no result is read.
 from __future__ import annotations
 
 import sqlite3
-import time
-from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,11 +25,9 @@ if TYPE_CHECKING:
     from engine.store.reader import RunReader
 
 POINTS = 24
-"""Maximum number of points of a small curve."""
+"""Maximum number of points of a small curve; that of a training has means of parts of equal length."""
 _CURVES = ("reward/mean", "eval/reward", "loss")
 """The first of these that a training has is its small curve."""
-_AGAIN = 20
-"""Numbers are computed again after this many times the seconds that they took."""
 _COUNTS = (
     "SELECT count(*), total(status = 'done'), total(status = 'running'), total(failure IS NOT NULL), total(failure IS "
     'NULL AND "limit" IS NOT NULL), total(failure IS NULL AND "limit" IS NULL AND solved), avg(CASE WHEN status = '
@@ -49,65 +45,45 @@ def newest(out: Path, most: int) -> tuple[list[Path], int]:
     return folders[:most], len(folders[most:])
 
 
-class Home:
-    """The runs and trainings of a list.
+def entries(listing: Listing) -> list[dict[str, Any]]:
+    """Return what is known of each run and training without a look at its episodes, newest first."""
+    statuses = listing.statuses()
+    shown = [
+        _entry(listing.store(source.key).header, source.key, statuses[source.key])
+        for source in listing.sources
+        if source.training is None
+    ]
+    for folder in listing.trainings:
+        with suppress(TrainError):  # its header is damaged
+            status = "running" if is_held(folder) else "done"
+            shown.append(_entry(read_header(folder), folder.name, status) | {"kind": "training"})
+    return sorted(shown, key=lambda entry: entry["created"], reverse=True)
 
-    Args:
-        listing: Their stores.
-        look: Returns the folders that belong into the list now.
+
+def numbers_of(listing: Listing, key: str) -> dict[str, Any]:
+    """Return the numbers of a run or training.
+
+    Raises:
+        StoreError: there is none, or it cannot be read.
     """
-
-    def __init__(self, listing: Listing, look: Callable[[], Iterable[Path]] = tuple) -> None:
-        self._listing = listing
-        self._look = look
-        self._numbers: dict[str, tuple[float, dict[str, Any]]] = {}
-
-    def entries(self) -> list[dict[str, Any]]:
-        """Return what is known of each without a look at its episodes, newest first."""
-        self._listing.add(self._look())
-        statuses = self._listing.statuses()
-        found = [
-            _entry(self._listing.store(source.key).header, source.key, statuses[source.key])
-            for source in self._listing.sources
-            if source.training is None
-        ]
-        for folder in self._listing.trainings:
-            with suppress(TrainError):  # its header is damaged
-                status = "running" if is_held(folder) else "done"
-                found.append(_entry(read_header(folder), folder.name, status) | {"kind": "training"})
-        return sorted(found, key=lambda entry: entry["created"], reverse=True)
-
-    def numbers(self, key: str) -> dict[str, Any]:
-        """Return the numbers of a run or training.
-
-        Raises:
-            StoreError: there is none, or it cannot be read.
-        """
-        until, numbers = self._numbers.get(key, (0.0, {}))
-        began = time.monotonic()
-        if began >= until:
-            numbers = self._counted(key)
-            now = time.monotonic()
-            self._numbers[key] = (now + _AGAIN * (now - began), numbers)
-        return numbers
-
-    def _counted(self, key: str) -> dict[str, Any]:
-        folder = next((folder for folder in self._listing.trainings if folder.name == key), None)
-        if folder is None:
-            return _numbers(self._listing.store(key))
-        training = Training(folder)
-        curves = training.curves()
-        name = next((name for name in _CURVES if name in curves), None)
-        own = f"{key}/{ROLLOUTS}"
-        there = any(source.key == own for source in self._listing.sources)
-        more = _numbers(self._listing.store(own)) if there else {}
-        return more | {
-            "status": status_of(training),
-            "steps": training.lines[-1]["step"] if training.lines else 0,
-            "planned": training.planned,
-            "curve": _thinned([value for _, value in curves[name]]) if name else [],
-            "curve_of": name,
-        }
+    folder = next((folder for folder in listing.trainings if folder.name == key), None)
+    if folder is None:
+        return _numbers(listing.store(key))
+    training = Training(folder)
+    curves = training.curves()
+    name = next((name for name in _CURVES if name in curves), None)
+    values = [value for _, value in curves[name]] if name else []
+    size = -(-len(values) // POINTS) or 1
+    parts = [values[at : at + size] for at in range(0, len(values), size)]
+    own = f"{key}/{ROLLOUTS}"
+    there = any(source.key == own for source in listing.sources)
+    return (_numbers(listing.store(own)) if there else {}) | {
+        "status": status_of(training),
+        "steps": training.lines[-1]["step"] if training.lines else 0,
+        "planned": training.planned,
+        "curve": [sum(part) / len(part) for part in parts],
+        "curve_of": name,
+    }
 
 
 def _entry(header: RunHeader, key: str, status: str) -> dict[str, Any]:
@@ -156,10 +132,3 @@ def _cost(store: RunReader) -> float | None:
         )
     except (sqlite3.OperationalError, StoreError):  # StoreError: a part of a divided run cannot be read
         return None
-
-
-def _thinned(values: list[float]) -> list[float]:
-    """Means of at most `POINTS` parts of a curve, one after another."""
-    size = -(-len(values) // POINTS)
-    parts = [values[at : at + size] for at in range(0, len(values), size or 1)]
-    return [sum(part) / len(part) for part in parts]

@@ -228,29 +228,16 @@ def serve(documents: Documents, place: socket.socket, token: str, ready: Callabl
     Args:
         documents: What is shown.
         place: The socket, from `open_place`, and `token` what every request needs.
-        ready: Called with the address, once requests are accepted.
+        ready: Called with the address, which takes requests.
     """
     address = f"http://127.0.0.1:{place.getsockname()[1]}/?token={token}"
     config = uvicorn.Config(
         make_app(documents, token), log_level="warning", access_log=False, lifespan="off", server_header=False
     )
-    server = _Server(config, lambda: ready(address))
     Thread(target=_prepare, args=(documents,), name="view-prepare", daemon=True).start()
     with place, suppress(KeyboardInterrupt):
-        server.run(sockets=[place])
-
-
-class _Server(uvicorn.Server):
-    """Says when requests are accepted."""
-
-    def __init__(self, config: uvicorn.Config, ready: Callable[[], None]) -> None:
-        super().__init__(config)
-        self._ready = ready
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        if self.started:
-            self._ready()
+        ready(address)  # the socket listens: requests wait for the server
+        uvicorn.Server(config).run(sockets=[place])
 
 
 def _prepare(documents: Documents) -> None:
