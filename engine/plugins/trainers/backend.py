@@ -70,7 +70,7 @@ class TrainerBackend(Backend):
         self.title = title
         self.declared = declared
         self.context = context
-        self._counts: Counter[str] = Counter()
+        self._counts = Counter(requests=0, tokens=0)
 
     @classmethod
     def open(cls, spec: Any, format: Any, loaded: Any) -> TrainerBackend:
@@ -114,12 +114,13 @@ class TrainerBackend(Backend):
                 f"{len(reply.versions)} weight versions; the engine needs a log-prob and a version for each token",
                 kind="invalid_reply",
             )
+        matched = int(ids[-1]) if ids[-1] in request.stop_token_ids else None
         self._counts["requests"] += 1
         self._counts["tokens"] += len(ids)
         return Generation(
             output_ids=ids,
             logprobs=np.asarray(reply.logprobs, np.float32),
-            finish=_finish(ids, reply, request),
+            finish=FinishReason(type="length" if reply.cut and matched is None else "stop", matched=matched),
             versions=spans_of(reply.versions),
             prompt_tokens=length,
             cached_tokens=reply.cached,
@@ -152,8 +153,8 @@ class TrainerBackend(Backend):
             )
 
     def stats(self) -> dict[str, Any]:
-        """`requests` and `tokens` that were sampled."""
-        return {name: self._counts[name] for name in ("requests", "tokens")}
+        """`requests` and `tokens` that were sampled, and what a subclass counts."""
+        return dict(self._counts)
 
 
 def spans_of(versions: Sequence[int]) -> list[VersionSpan]:
@@ -175,9 +176,3 @@ def unsupported(sampling: SamplingParams, names: Collection[str]) -> list[str]:
     """The parameters of a spec's `sampling` that are set and that a sampler, which takes `names`, does not take."""
     values = sampling.model_dump(exclude_none=True, exclude_defaults=True)
     return [name for name in values if name not in (*names, *PER_REPLY)]
-
-
-def _finish(ids: np.ndarray, found: TrainerReply, request: GenerateRequest) -> FinishReason:
-    if int(ids[-1]) in request.stop_token_ids:
-        return FinishReason(type="stop", matched=int(ids[-1]))
-    return FinishReason(type="length" if found.cut else "stop")

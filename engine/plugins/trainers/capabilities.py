@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import yaml
 
-from engine.actions.action_facts import ActionFacts
 from engine.actions.facts import ACTIONS
 from engine.machine.machine import resolved_machine
 from engine.schemas.base import Struct
@@ -45,7 +44,9 @@ def uses(loaded: LoadedSpec) -> list[TrainerUse]:
     credit = spec.rewards.credit
     names = {state.action for state in resolved_machine(spec).states.values() if state.action is not None}
     actions = [facts for name in names if (facts := ACTIONS.get(name)) is not None]
-    several = len(actions) < len(names) or any(map(_puts_tokens_between, actions))
+    several = len(actions) < len(names) or any(  # tokens stand between those of the model
+        facts.speaks in ("user", "tool") or facts.events is None or facts.rewrites_history for facts in actions
+    )
     by_token = credit.token_formula is not None
     bonuses = spec.train is not None and bool(spec.train.advantage_bonuses)
     added = [use for facts in spec_facts(spec) for use in facts.trainer_uses]
@@ -103,11 +104,6 @@ def _uses_of_training(train: TrainSpec, *, difficulty: bool) -> list[_Row]:
         (asynchrony.max_staleness > 0, "versions", staleness, "set it to 0, or use another trainer"),
         (bool(oversampling), "oversampling", oversampling, "turn it off, or use another trainer"),
     ]
-
-
-def _puts_tokens_between(facts: ActionFacts) -> bool:
-    """Whether an action puts tokens between those of the model."""
-    return facts.speaks in ("user", "tool") or facts.events is None or facts.rewrites_history
 
 
 def _images(loaded: LoadedSpec) -> DataPath | None:

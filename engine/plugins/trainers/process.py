@@ -28,9 +28,8 @@ class LoopThread:
     >>> loop.close()
     """
 
-    def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread: threading.Thread | None = None
+    _loop: asyncio.AbstractEventLoop
+    _thread: threading.Thread | None = None
 
     @property
     def running(self) -> bool:
@@ -40,6 +39,7 @@ class LoopThread:
     def submit(self, work: Coroutine[Any, Any, _Result]) -> Future[_Result]:
         """Run a coroutine without waiting for it."""
         if self._thread is None:
+            self._loop = asyncio.new_event_loop()
             self._thread = threading.Thread(target=self._loop.run_forever, name="engine-episodes", daemon=True)
             self._thread.start()
         return asyncio.run_coroutine_threadsafe(work, self._loop)

@@ -23,7 +23,7 @@ from engine.errors import TrainError, first_of
 from engine.plugins.trainers.capabilities import TRAINERS
 from engine.plugins.trainers.handover import final_rows
 from engine.plugins.trainers.pixels import Pixels
-from engine.plugins.trainers.process import ProcessFolder
+from engine.plugins.trainers.process import LoopThread, ProcessFolder
 from engine.runner.batch import Batch, Group
 from engine.runner.groups import GroupRequest, GroupRunner
 from engine.runner.processes import refuse_many
@@ -102,6 +102,8 @@ class TrainerRollouts:
         self._uses: dict[str, int] = {}
         self._first_use, self._use_step = 0, 1
         self._services = AsyncExitStack()
+        self.loop = LoopThread()
+        """The loop of the episodes, for a trainer that has none."""
         self._runner: Runner
         self._group_runner: GroupRunner
         self.faults: list[str] = []
@@ -127,37 +129,40 @@ class TrainerRollouts:
             StoreError: the run store cannot be opened.
             TrainError: kind `train_setup`: more than 1000 processes share the folder.
         """
-        try:
-            await self._start(backend)
-        except BaseException:
-            await self._services.aclose()
-            raise
-
-    async def _start(self, backend: Backend) -> None:
-        if self._shared:
-            process = ProcessFolder.take(self.folder)
-            self._services.callback(process.release)
-            self.folder = process.path
-            self.number_uses_of(process.number)
-        await backend.start()
-        self._services.push_async_callback(backend.close)
-        self.folder.mkdir(parents=True, exist_ok=True)
-        store = open_rollouts(self.folder, self.loaded)
-        self._services.callback(store.close)
-        for task_id in {episode_id.rpartition("/")[0] for episode_id in store.statuses()}:
-            name, _, use = task_id.rpartition("~")
-            task_name, number = (name, int(use)) if name in self._tasks and use.isdecimal() else (task_id, 0)
-            self._uses[task_name] = max(self._uses.get(task_name, 0), number + self._use_step)
-        self._runner = Runner(self.loaded, [], self.format, backend, store, keep_going=self._keep_going, training=True)
-        self._runner.faults = self.faults
-        rollout = self.spec.rollout
-        live = asyncio.Semaphore(rollout.live_episodes or 2 * rollout.concurrency)
-        self._group_runner = GroupRunner(self._runner, self.rows.group, live)
-        await self._services.enter_async_context(self._runner.serving())
+        async with AsyncExitStack() as services:
+            if self._shared:
+                process = ProcessFolder.take(self.folder)
+                services.callback(process.release)
+                self.folder = process.path
+                self.number_uses_of(process.number)
+            await backend.start()
+            services.push_async_callback(backend.close)
+            self.folder.mkdir(parents=True, exist_ok=True)
+            store = open_rollouts(self.folder, self.loaded)
+            services.callback(store.close)
+            for task_id in {episode_id.rpartition("/")[0] for episode_id in store.statuses()}:
+                name, _, use = task_id.rpartition("~")
+                task_name, number = (name, int(use)) if name in self._tasks and use.isdecimal() else (task_id, 0)
+                self._uses[task_name] = max(self._uses.get(task_name, 0), number + self._use_step)
+            runner = Runner(self.loaded, [], self.format, backend, store, keep_going=self._keep_going, training=True)
+            runner.faults = self.faults
+            rollout = self.spec.rollout
+            live = asyncio.Semaphore(rollout.live_episodes or 2 * rollout.concurrency)
+            self._runner, self._group_runner = runner, GroupRunner(runner, self.rows.group, live)
+            await services.enter_async_context(runner.serving())
+            self._services = services.pop_all()
 
     async def close(self) -> None:
         """Close the run store, the backend and the services of the episodes. Later calls do nothing."""
         await self._services.aclose()
+
+    def stop(self) -> None:
+        """Close what `close` does, on `loop`, and end the loop. Later calls do nothing."""
+        if self.loop.running:
+            try:
+                self.loop.call(self.close())
+            finally:
+                self.loop.close()
 
     async def group(self, task_id: str, samples: int, version: int) -> Group:
         """Run the episodes of one group and build its training rows, which may be none.

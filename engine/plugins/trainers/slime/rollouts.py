@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from engine.errors import TrainError
 from engine.plugins.sglang.client import SGLangBackend
 from engine.plugins.sglang.spec import SGLangBackendSpec
-from engine.plugins.trainers.process import LoopThread, OncePerProcess
+from engine.plugins.trainers.process import OncePerProcess
 from engine.plugins.trainers.rollouts import TrainerRollouts
 from engine.plugins.trainers.slime.rows import origin_of, samples_of
 from engine.plugins.trainers.slime.settings import Settings, refuse_arguments, router_url
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from engine.schemas.environment import Task
-    from engine.schemas.trajectory import Trajectory
     from engine.spec.load import LoadedSpec
 
 _OPEN: OncePerProcess[Settings, SlimeEpisodes] = OncePerProcess()
@@ -45,8 +44,6 @@ class SlimeEpisodes(TrainerRollouts):
         refuse_arguments(args, self.loaded)
         self._groups: dict[int, Task] = {}
         self._numbers: Counter[str] = Counter()
-        self.loop = LoopThread()
-        """The loop of the episodes."""
         self.loop.call(self.start(self._backend(router_url(args))))
 
     @classmethod
@@ -101,13 +98,8 @@ class SlimeEpisodes(TrainerRollouts):
 
     def stop(self) -> None:
         """Close the run store and the services, and end the loop. Later calls do nothing."""
-        if not self.loop.running:
-            return
         _OPEN.forget(self)
-        try:
-            self.loop.call(self.close())
-        finally:
-            self.loop.close()
+        super().stop()
 
 
 async def generate(args: Any, sample: Any, sampling_params: dict[str, Any], evaluation: bool = False) -> Any:
@@ -194,7 +186,8 @@ def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: b
                 )
         sampled += len(groups)
         for made in episodes.loop.call(_run(episodes, groups)):
-            ended = _trajectories(made)
+            origins = [origin_of(rows[0]) for rows in made]
+            ended = [origin.trajectory for origin in origins if origin is not None and origin.trajectory is not None]
             small = episodes.rows.is_small(ended, size)
             too_small += small
             replaced = train.dynamic_sampling and (small or without_signal(episodes.rows.rows(ended)))
@@ -222,12 +215,6 @@ async def _run(episodes: SlimeEpisodes, groups: Sequence[Sequence[Any]]) -> list
             *(asyncio.gather(*(episodes.samples(sample) for sample in group)) for group in groups)
         )
     ]
-
-
-def _trajectories(group: Sequence[Sequence[Any]]) -> list[Trajectory]:
-    """The finished episodes of a group of samples."""
-    origins = [origin_of(rows[0]) for rows in group]
-    return [origin.trajectory for origin in origins if origin is not None and origin.trajectory is not None]
 
 
 def _evaluated(args: Any, episodes: SlimeEpisodes) -> dict[str, dict[str, list[Any]]]:

@@ -23,13 +23,11 @@ from engine.plugins.local.rows import RowTable
 from engine.plugins.local.spec import LocalBackendSpec
 from engine.plugins.local.vision import VisionModel
 from engine.plugins.trainers.handover import BatchSums, HandedRow, SeveralRows, groups_of, one_row_each
-from engine.plugins.trainers.process import LoopThread
 from engine.plugins.trainers.rollouts import TrainerRollouts
 from engine.spec.load import LoadedSpec, load_spec
 
 if TYPE_CHECKING:
     from engine.plugins.local.spec import LocalBackendSpec
-    from engine.runner.batch import Batch
     from engine.tokens.vision import Vision
 
 
@@ -160,7 +158,6 @@ class EngineRollouts:
         self.format = self._episodes.format
         self.tasks = self._episodes.tasks
         """The ids of the tasks, in order."""
-        self._loop = LoopThread()
         self._backend: SharedBackend | None = None
         self._model: Any = None
         self.handed: list[HandedRow] = []
@@ -201,19 +198,28 @@ class EngineRollouts:
             raise TrainError("the trainer has another model than at its first batch", kind="train_setup")
         self.version = trainer.state.global_step
         groups = groups_of(prompts, samples, "make `generation_batch_size` a multiple of `num_generations`")
+        loop = self._episodes.loop
         with backend.lent():
             if self._backend is None:
-                self._loop.call(self._episodes.start(backend))
+                loop.call(self._episodes.start(backend))
                 self._backend = backend
-            self._loop.call(backend.weights_changed(self.version))
-            batch = self._loop.call(self._episodes.batch(groups, samples, self.version))
+            loop.call(backend.weights_changed(self.version))
+            batch = loop.call(self._episodes.batch(groups, samples, self.version))
         self.metrics = batch.metrics(tuple(self.loaded.spec.tasks.mix or ()))
         ended = {
             (group.number, trajectory.sample_index): trajectory
             for group in (*batch.used, *batch.left_out)
             for trajectory in group.trajectories
         }
-        self.handed = self._handed(batch, len(groups), samples)
+        self.handed, empty, left_out = one_row_each(
+            self._episodes.final_rows(batch),
+            len(groups),
+            samples,
+            trainer="TRL",
+            several=self._several_rows,
+            leave_out='EngineRollouts(…, several_rows="leave_out")',
+        )
+        self.metrics |= {"trl/left_out_tokens": float(left_out), "trl/empty_rows": float(empty)}
         self.sums = BatchSums.of_rows(self.handed)
         slots = [ended.get((number, sample)) for number in range(len(groups)) for sample in range(samples)]
         return {
@@ -223,20 +229,6 @@ class EngineRollouts:
             "env_mask": [row.mask for row in self.handed],
             "engine_reward": [None if trajectory is None else trajectory.outcome.reward for trajectory in slots],
         }
-
-    def _handed(self, batch: Batch, groups: int, samples: int) -> list[HandedRow]:
-        """One row for each prompt, in TRL's order."""
-        rows, empty, left_out = one_row_each(
-            self._episodes.final_rows(batch),
-            groups,
-            samples,
-            trainer="TRL",
-            several=self._several_rows,
-            leave_out='EngineRollouts(…, several_rows="leave_out")',
-        )
-        self.metrics["trl/left_out_tokens"] = float(left_out)
-        self.metrics["trl/empty_rows"] = float(empty)
-        return rows
 
     def mean_length(self) -> float:
         """The mean number of trained tokens of an episode in the training's first batch, which the folder keeps for
@@ -254,12 +246,7 @@ class EngineRollouts:
 
     def close(self) -> None:
         """Close the run store and the services of the episodes. Later calls do nothing."""
-        if not self._loop.running:
-            return
-        try:
-            self._loop.call(self._episodes.close())
-        finally:
-            self._loop.close()
+        self._episodes.stop()
 
     def __enter__(self) -> Self:
         return self

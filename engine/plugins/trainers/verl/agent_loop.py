@@ -25,7 +25,7 @@ import numpy as np
 from engine.errors import TrainError
 from engine.plugins.trainers.handover import HandedRow
 from engine.plugins.trainers.library import value_of
-from engine.plugins.trainers.process import LoopThread, OncePerProcess
+from engine.plugins.trainers.process import OncePerProcess
 from engine.plugins.trainers.rollouts import TrainerRollouts
 from engine.plugins.trainers.verl import fixes
 from engine.plugins.trainers.verl.backend import VerlBackend
@@ -144,14 +144,6 @@ class _Prompt:
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     holders: dict[str, str] = field(default_factory=dict)  # see `QueuedImages`
 
-    def add(self, trajectory: Trajectory | None) -> None:
-        """Count an episode that has ended; None if it cannot be trained on."""
-        self.running -= 1
-        if trajectory is not None:
-            self.usable.append(trajectory)
-        if not self.running:
-            self.ended.set()
-
 
 class LoopEpisodes(TrainerRollouts):
     """The episodes of a spec in one worker of verl, on a loop of their own. `LoopEpisodes.of` gives those of this
@@ -171,8 +163,7 @@ class LoopEpisodes(TrainerRollouts):
         self.backend = VerlBackend.of(config, client, self)
         """What samples; its `stats` count replies whose versions collapsed."""
         self._groups: dict[str, _Prompt] = {}
-        self._loop = LoopThread()
-        self._loop.call(self.start(self.backend))
+        self.loop.call(self.start(self.backend))
 
     @classmethod
     def of(cls, spec: Path, folder: Path, config: Any, client: Any) -> LoopEpisodes:
@@ -198,7 +189,7 @@ class LoopEpisodes(TrainerRollouts):
         has, and would give the raw reward to an episode without others. `refuse` raises if verl does not carry these
         rows of an episode.
         """
-        return self._loop.submit(self._rows_of(columns, refuse))
+        return self.loop.submit(self._rows_of(columns, refuse))
 
     async def _rows_of(self, columns: Mapping[str, Any], refuse: Callable[[list[TrainingRow], str], None]) -> _Ended:
         task, number, prompt = self._place(columns)
@@ -216,7 +207,11 @@ class LoopEpisodes(TrainerRollouts):
             refuse(rows, trajectory.episode_id)
             usable = trajectory
         finally:
-            prompt.add(usable)
+            prompt.running -= 1
+            if usable is not None:
+                prompt.usable.append(usable)
+            if not prompt.running:
+                prompt.ended.set()
         if "session_id" in columns:
             await prompt.ended.wait()
             if self.rows.is_small(prompt.usable, self.spec.rollout.samples_per_task):
@@ -245,10 +240,7 @@ class LoopEpisodes(TrainerRollouts):
     def stop(self) -> None:
         """Close the run store and the services, and leave the folder to another process."""
         _OPEN.forget(self)
-        try:
-            self._loop.call(self.close())
-        finally:
-            self._loop.close()
+        super().stop()
 
 
 def _output(row: TrainingRow, trajectory: Trajectory, *, named: bool) -> Any:

@@ -38,6 +38,7 @@ class VerlBackend(TrainerBackend):
     def __init__(self, client: Any, declared: type[BackendBase], *, context: int | None) -> None:
         super().__init__("verl", declared, context=context)
         self._client = client
+        self._counts["collapsed_versions"] = 0
 
     @classmethod
     def of(cls, config: Any, client: Any, episodes: TrainerRollouts) -> VerlBackend:
@@ -75,10 +76,6 @@ class VerlBackend(TrainerBackend):
         cut = reply.stop_reason == "length" or count >= request.max_new_tokens
         cached = int(reply.extra_fields.get("num_cached_tokens") or 0)
         return TrainerReply(reply.token_ids, reply.log_probs, [oldest] * count, cut, cached, reply.routed_experts)
-
-    def stats(self) -> dict[str, Any]:
-        """`requests`, `tokens`, and `collapsed_versions`: replies of several versions."""
-        return super().stats() | {"collapsed_versions": self._counts["collapsed_versions"]}
 
 
 def _pictures(pixels: Pixels, digests: list[str]) -> list[Any]:

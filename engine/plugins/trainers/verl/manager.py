@@ -18,7 +18,6 @@ import structlog
 
 from engine.errors import EngineError, TrainError
 from engine.plugins.trainers.library import value_of
-from engine.plugins.trainers.process import LoopThread
 from engine.plugins.trainers.rollouts import TrainerRollouts
 from engine.plugins.trainers.verl.backend import VerlBackend
 from engine.plugins.trainers.verl.rows import group_rows
@@ -61,7 +60,6 @@ class EngineManager:
         self.backend = VerlBackend.of(config, llm_client, self._episodes)
         """What samples; its `stats` count replies whose versions collapsed."""
         self._samples = loaded.spec.rollout.samples_per_task
-        self._loop = LoopThread()
         self._running: set[Future[None]] = set()
 
     @classmethod
@@ -74,7 +72,7 @@ class EngineManager:
             EngineError: as `EngineManager` and `TrainerRollouts.start`.
         """
         manager = cls(config, llm_client)
-        manager._loop.call(manager._episodes.start(manager.backend))
+        manager._episodes.loop.call(manager._episodes.start(manager.backend))
         log.info("verl's rollouts are the engine's", spec=str(manager._episodes.loaded.path))
         return manager
 
@@ -111,7 +109,7 @@ class EngineManager:
                     kind="train_setup",
                 )
             columns = {name: plain[name] for name in _COLUMNS if name in plain}
-            future = self._loop.submit(self._group(uid, task, step, columns))
+            future = self._episodes.loop.submit(self._group(uid, task, step, columns))
             self._running.add(future)
             future.add_done_callback(self._running.discard)
 
@@ -145,9 +143,7 @@ class EngineManager:
         """Wait for the running groups, and close the run store."""
         for future in list(self._running):
             future.result()
-        if self._loop.running:
-            self._loop.call(self._episodes.close())
-            self._loop.close()
+        self._episodes.stop()
 
 
 def _put(keys: list[str], fields: list[dict[str, Any]], tags: list[dict[str, Any]]) -> None:

@@ -29,7 +29,9 @@ class EnginePPOTrainer(PPOTrainerSync):  # type: ignore[misc]
 
     @overrides("config")
     def __init__(self, config: Any) -> None:
-        super().__init__(_as_sync(config))
+        config = config.copy()
+        config.trainer.v1.trainer_mode = "sync"  # by which verl chooses what a synchronous trainer does
+        super().__init__(config)
 
     @overrides("batch, metrics")
     def _compute_advantage(self, batch: Any, metrics: dict[str, Any]) -> Any:
@@ -69,10 +71,3 @@ def given_advantages(batch: Any) -> list[torch.Tensor]:
     shown = [row_sum(row, checksums_of(row_images)) for row, row_images in zip(ids, tensors, strict=True)]
     check_rows(batch.keys, batch.tags, [len(row_images) for row_images in ids], masks, advantages, shown)
     return advantages
-
-
-def _as_sync(config: Any) -> Any:
-    """The configuration with the mode by which verl chooses what a synchronous trainer does."""
-    config = config.copy()
-    config.trainer.v1.trainer_mode = "sync"
-    return config
