@@ -116,10 +116,9 @@ def message_of_chat(message: Any, who: str, *, prompt: bool = False) -> Message:
     """
     roles = ("system", "user", "tool", "assistant") if prompt else ("system", "user", "tool")
     if not isinstance(message, Mapping) or message.get("role") not in roles:
-        raise AdapterError(f"{who} must give messages {{role: {' or '.join(roles)}; content}}, not {_short(message)}")
-    role: Role = (
-        "user" if message["role"] == "tool" else message["role"]
-    )  # an answer to no call that the engine knows of
+        raise AdapterError(f"{who} must give messages {{role: {' or '.join(roles)}; content}}, not {message!r:.120}")
+    # what answers no call that the engine knows of is a user's
+    role: Role = "user" if message["role"] == "tool" else message["role"]
     content = message.get("content", "")
     if isinstance(content, str):
         return Message(role=role, content=content)
@@ -137,7 +136,7 @@ def messages_of_chat(messages: Any, who: str, *, prompt: bool = False) -> list[M
         AdapterError: it has another form.
     """
     if isinstance(messages, str | Mapping) or not isinstance(messages, Iterable):
-        raise AdapterError(f"{who} must give a list of messages, not {_short(messages)}")
+        raise AdapterError(f"{who} must give a list of messages, not {messages!r:.120}")
     return [message_of_chat(message, who, prompt=prompt) for message in messages]
 
 
@@ -170,7 +169,7 @@ def reward_of(value: Any, who: str) -> float:
     except (TypeError, ValueError):
         number = math.nan
     if not math.isfinite(number):
-        raise AdapterError(f"{who} gave the reward {_short(value)}, which is no finite number")
+        raise AdapterError(f"{who} gave the reward {value!r:.120}, which is no finite number")
     return number
 
 
@@ -194,7 +193,7 @@ def facts_of(info: Any, who: str) -> dict[str, Any]:
     if info is None:
         return {}
     if not isinstance(info, Mapping):
-        raise AdapterError(f"{who} gave {_short(info)} where a mapping of facts belongs")
+        raise AdapterError(f"{who} gave {info!r:.120} where a mapping of facts belongs")
     return {key: value for key, value in info.items() if isinstance(key, str) and refusal({key: value}) is None}
 
 
@@ -220,8 +219,3 @@ def stepped(
         rewards=rewards,
         facts={**(facts or {}), **ended},
     )
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 120 else f"{text[:119]}…"

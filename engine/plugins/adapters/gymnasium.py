@@ -251,13 +251,18 @@ def _count(space: Any) -> int:
     return sum(map(_count, inner.values() if isinstance(inner, Mapping) else inner))
 
 
-def _plain(value: Any) -> Any:
-    """An observation with plain Python values: arrays as lists."""
+def _plain(value: Any, decimals: int | None = None) -> Any:
+    """An observation or an element of a space with plain Python values: arrays as lists, floats with at most so many
+    decimals."""
     if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, tuple):
-        return tuple(_plain(item) for item in value)
-    return value.tolist() if hasattr(value, "tolist") else value
+        return {key: _plain(item, decimals) for key, item in value.items()}
+    if isinstance(value, tuple | list):
+        items = [_plain(item, decimals) for item in value]
+        return items if isinstance(value, list) else tuple(items)
+    if hasattr(value, "tolist"):
+        return value.tolist() if decimals is None else _plain(value.tolist(), decimals)
+    rounds = decimals is not None and isinstance(value, float) and math.isfinite(value)
+    return round(value, decimals) if rounds else value
 
 
 def _image_of(frame: Any) -> Any:
@@ -345,18 +350,8 @@ def as_element(space: Any, value: Any, spaces: Any) -> Any:
 
 
 def example_of(space: Any) -> str:
-    """An element of a space as text; the same one each time. The space's own random numbers are not drawn."""
+    """An element of a space as text; the same one each time. The space's own random numbers are not drawn. With two
+    decimals, floats mostly stay in their space."""
     fresh = copy.deepcopy(space)
     fresh.seed(0)
-    return repr(_rounded(fresh.sample()))
-
-
-def _rounded(value: Any) -> Any:
-    """An element with plain Python values; floats have at most two decimals, where they stay in their space mostly."""
-    if isinstance(value, Mapping):
-        return {key: _rounded(item) for key, item in value.items()}
-    if isinstance(value, tuple | list):
-        return type(value)(_rounded(item) for item in value)
-    if isinstance(value, float):
-        return round(value, 2) if math.isfinite(value) else value
-    return _rounded(value.tolist()) if hasattr(value, "tolist") else value
+    return repr(_plain(fresh.sample(), decimals=2))

@@ -25,7 +25,7 @@ import re
 import shlex
 import tempfile
 import threading
-from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
 from typing import Any, TypeVar
 
@@ -150,9 +150,9 @@ class McpServer:
     def _who(self) -> str:
         return f"the MCP server `{self._use}`"
 
-    async def _there(self, work: Awaitable[T]) -> T:
+    async def _there(self, work: Coroutine[Any, Any, T]) -> T:
         """What work on this server's own loop gives."""
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_awaited(work), self._loop))
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
 
     async def _connected(self) -> McpConnection:
         """The connection; a new one where the last has ended or does not answer.
@@ -294,10 +294,6 @@ def _part(block: Any) -> ContentPart:
     raise AdapterError(f"the answer has a part of type `{kind}`, which cannot be shown; only text and images can")
 
 
-async def _awaited(work: Awaitable[T]) -> T:
-    return await work
-
-
 class McpConnection:
     """A session and the task that holds it open. The library wants both opened and closed by the same task."""
 
@@ -404,12 +400,10 @@ class McpConnection:
         garbage = 0
         async with into:
             async for message in read:
-                if isinstance(message, Exception):
-                    garbage += 1
-                    if garbage <= 3:
-                        log.warning("an MCP server wrote what is no message", error=error_words(message)[:300])
-                    continue
-                await into.send(message)
+                if not isinstance(message, Exception):
+                    await into.send(message)
+                elif (garbage := garbage + 1) <= 3:
+                    log.warning("an MCP server wrote what is no message", error=error_words(message)[:300])
 
 
 def _item(tool: Any) -> dict[str, Any]:

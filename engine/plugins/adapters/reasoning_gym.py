@@ -183,7 +183,7 @@ class ReasoningGymEnvironment:
             AdapterError: the score is no number.
         """
         source, item = self._source_of(view.task), self._made(view.task)
-        answer = self._answer(view.reply)
+        answer = library(NAME, "reasoning_gym.utils").extract_answer(view.reply, self._tag) if self._tag else view.reply
         facts: dict[str, Any] = {"answer": answer}
         try:
             scored = _data(source).score_answer(answer, item)
@@ -203,12 +203,6 @@ class ReasoningGymEnvironment:
             over=solved or left <= 0,
             facts=facts,
         )
-
-    def _answer(self, reply: str) -> str | None:
-        answer: str | None = (
-            library(NAME, "reasoning_gym.utils").extract_answer(reply, self._tag) if self._tag else reply
-        )
-        return answer
 
     def _source_of(self, task: Task) -> dict[str, Any]:
         source = {key: task.fields.get(key, value) for key, value in self._source.items()}

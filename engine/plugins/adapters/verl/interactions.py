@@ -22,7 +22,6 @@ import inspect
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -80,10 +79,7 @@ class Interactions:
 
     async def respond(self, view: EpisodeView) -> UserTurn:
         """What the interaction says to the newest reply."""
-        if self._begun is None:
-            await self._begin(view)
-        assert self._begun is not None
-        interaction, instance = self._begun
+        interaction, instance = self._begun or await self._begin(view)
         messages = [as_chat(message) for message in view.messages]
         who = type(interaction).__name__
         answer = await _awaited(interaction.generate_response(instance, messages, **self._kwargs))
@@ -101,17 +97,19 @@ class Interactions:
             facts=dict(extra or {}),
         )
 
-    async def _begin(self, view: EpisodeView) -> None:
-        """Choose the task's interaction, and tell it that the episode begins."""
+    async def _begin(self, view: EpisodeView) -> tuple[Any, str]:
+        """Choose the task's interaction, and tell it that the episode begins. Returns it and the episode's id in it."""
         values = (field_of(view.task.fields, place) for place in self._places)
         kwargs: Mapping[str, Any] = next((value for value in values if isinstance(value, Mapping)), {})
         self._kwargs = {str(key): item for key, item in kwargs.items() if item is not None or key == "name"}
         item = self._chosen(view.task)
-        interaction = one_of_loop(item, partial(_interaction, item))
+        config = {**(item.get("config") or {}), "name": name_of(item)}
+        interaction = one_of_loop(item, lambda: interaction_class(str(item["class_name"]))(config=config))
         self._begun = (interaction, view.episode_id)  # from here on it is finalized, even where starting fails
         instance = await _awaited(interaction.start_interaction(view.episode_id, **self._kwargs))
         if isinstance(instance, str) and instance:
             self._begun = (interaction, instance)
+        return self._begun
 
     def _chosen(self, task: Task) -> Mapping[str, Any]:
         name = self._kwargs.get("name")
@@ -152,10 +150,11 @@ class Prompt:
 
 def as_chat(message: Message) -> dict[str, Any]:
     """A message as verl's interactions are given it: role and content."""
-    content: Any = (
-        message.content if isinstance(message.content, str) else [part.model_dump() for part in message.content]
-    )
-    return {"role": message.role, "content": content}
+    content = message.content
+    return {
+        "role": message.role,
+        "content": content if isinstance(content, str) else [part.model_dump() for part in content],
+    }
 
 
 def name_of(item: Mapping[str, Any]) -> str:
@@ -210,11 +209,6 @@ def one_of_loop(item: Any, make: Callable[[], Any]) -> Any:
     if key not in objects:
         objects[key] = make()
     return objects[key]
-
-
-def _interaction(item: Mapping[str, Any]) -> Any:
-    config = {**(item.get("config") or {}), "name": name_of(item)}
-    return interaction_class(str(item["class_name"]))(config=config)
 
 
 def interaction_class(name: str) -> Any:

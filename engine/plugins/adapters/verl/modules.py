@@ -140,10 +140,6 @@ class BaseTool:
         """Delete an instance."""
 
 
-def _untraced(function: Any) -> Any:
-    return function
-
-
 _SCHEMAS = {
     item.__name__: item
     for item in (
@@ -162,10 +158,9 @@ MODULES: Mapping[str, Mapping[str, Any]] = {
     "verl.tools.base_tool": {"BaseTool": BaseTool, **_SCHEMAS},
     "verl.tools.schemas": _SCHEMAS,
     "verl.utils": {},
-    "verl.utils.rollout_trace": {"rollout_trace_op": _untraced},
+    "verl.utils.rollout_trace": {"rollout_trace_op": lambda function: function},
 }
-"""The modules that stand in, and what they have."""
-_PACKAGES = ("verl", "verl.interactions", "verl.tools", "verl.utils")
+"""The modules that stand in, and what they have; those without anything are packages."""
 
 
 @contextmanager
@@ -181,7 +176,7 @@ def verl_importable() -> Iterator[None]:
         for name, content in MODULES.items():
             module = types.ModuleType(name)
             vars(module).update(content)
-            if name in _PACKAGES:
+            if not content:
                 module.__path__ = [str(place.joinpath(*name.split(".")[1:])) for place in places]
             sys.modules[name] = module
         try:

@@ -14,7 +14,7 @@ import numpy as np
 
 from engine.errors import AuditError
 from engine.plugins.audit.files import ForeignDocument
-from engine.plugins.audit.rows import Columns, ForeignRow, Vector, batch_of, ids_of, number, text_of
+from engine.plugins.audit.rows import Columns, ForeignRow, batch_of, ids_of, number, text_of
 
 
 def read(document: ForeignDocument) -> list[ForeignRow]:
@@ -64,33 +64,28 @@ def _batch(columns: Columns, place: str, trajectory: str) -> list[ForeignRow]:
         raise AuditError(f"{place}: attention_mask has the shape {list(shown.shape)}, input_ids {list(ids.shape)}")
     rewards = columns.rows("rewards", len(ids))
     groups = columns.rows("group", len(ids), columns.get("task_id", ""))
-    return [
-        _row(columns, ids, shown[at] != 0, at, rewards[at], str(groups[at]), place, trajectory)
-        for at in range(len(ids))
-    ]
-
-
-def _row(
-    columns: Columns, ids: Vector, unpadded: Vector, at: int, reward: Any, group: str, place: str, trajectory: str
-) -> ForeignRow:
-    place = f"{place} row {at}"
-    tokens = ids_of(ids[at][unpadded], f"{place}: input_ids")
-    mask = columns.tokens("loss_mask", at, unpadded, np.int32, place, "input_ids")
-    logprobs = columns.tokens("logprobs", at, unpadded, np.float32, place, "input_ids")
-    versions = columns.tokens("versions", at, unpadded, np.int32, place, "input_ids")
-    assert mask is not None
-    sampled = mask != 0 if versions is None else (mask != 0) | (versions >= 0)
-    places = np.flatnonzero(sampled)
-    start = int(places[0]) if len(places) else len(tokens)
-    return ForeignRow(
-        place=place,
-        group=group,
-        trajectory=trajectory,
-        prompt_ids=tokens[:start],
-        response_ids=tokens[start:],
-        loss_mask=mask[start:],
-        logprobs=None if logprobs is None else logprobs[start:],
-        versions=None if versions is None else versions[start:],
-        reward=number(reward),
-        images="multi_modal_input" in columns,
-    )
+    rows = []
+    for at in range(len(ids)):
+        row, unpadded = f"{place} row {at}", shown[at] != 0
+        tokens = ids_of(ids[at][unpadded], f"{row}: input_ids")
+        mask = columns.tokens("loss_mask", at, unpadded, np.int32, row, "input_ids")
+        logprobs = columns.tokens("logprobs", at, unpadded, np.float32, row, "input_ids")
+        versions = columns.tokens("versions", at, unpadded, np.int32, row, "input_ids")
+        assert mask is not None
+        places = np.flatnonzero(mask != 0 if versions is None else (mask != 0) | (versions >= 0))
+        start = int(places[0]) if len(places) else len(tokens)
+        rows.append(
+            ForeignRow(
+                place=row,
+                group=str(groups[at]),
+                trajectory=trajectory,
+                prompt_ids=tokens[:start],
+                response_ids=tokens[start:],
+                loss_mask=mask[start:],
+                logprobs=None if logprobs is None else logprobs[start:],
+                versions=None if versions is None else versions[start:],
+                reward=number(rewards[at]),
+                images="multi_modal_input" in columns,
+            )
+        )
+    return rows
