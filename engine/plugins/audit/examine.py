@@ -339,9 +339,8 @@ class ExaminedRow:
     def prompt_is_rendered(self) -> bool:
         """Whether the prompt's ids are what the template renders: for the file's messages, or for those that the ids
         spell."""
-        if self.messages is not None and any(self.marks.renders(self.messages, ids) for ids in self.prompts):
-            return True
-        return self.read_prompt is not None
+        written = self.messages is not None and any(self.marks.renders(self.messages, ids) for ids in self.prompts)
+        return written or self.read_prompt is not None
 
     @cached_property
     def shown_messages(self) -> list[Message]:

@@ -96,14 +96,15 @@ def _serve(listing: Listing, out: Path, all_runs: bool, port: int | None, browse
 
 
 def _export(listing: Listing, file: Path, filter: str | None, text: str | None, max_size: str) -> None:
-    from engine.plugins.view.single_file import write_file
+    from engine.plugins.view.single_file import SingleFile
     from engine.schemas.base import parse_bytes
 
     try:
         limit = int(parse_bytes(max_size))
     except ValueError as error:
         raise typer.BadParameter(f"--max-size: {error}") from None
-    written = write_file(listing, file, filter or "", text or "", limit)
+    written = SingleFile(listing, filter or "", text or "", limit)
+    written.write(file)
     echo(f"{file}: {len(written.rows)} of {written.chosen} episodes, {file.stat().st_size / 1e6:.1f} MB")
     for line in written.left_out:
         echo(f"left out: {line}", err=True)

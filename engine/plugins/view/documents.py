@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from getpass import getuser
 from itertools import chain, combinations, islice
 from pathlib import Path
@@ -37,7 +37,6 @@ from engine.store.shown_messages import reply_numbers
 
 if TYPE_CHECKING:
     from engine.plugins.show.listing.listing import Listing
-    from engine.plugins.show.listing.rows import Row
     from engine.schemas.trajectory import Trajectory
     from engine.store.images import StoredImage
     from engine.store.reader import RunReader
@@ -194,9 +193,24 @@ class Documents:
         return sampled_columns(store, id) if branch == "-1" else token_columns(store, id, _number("branch", branch))
 
     def group(self, run: str, task: str) -> Document:
-        """Return the samples of a task, and where they part."""
-        store = self.listing.store(run)
-        return group_document(store, task, self.listing.group(run, task))
+        """Return the samples of a task, and where each two finished ones part.
+
+        Raises:
+            StoreError: a record is damaged.
+        """
+        store, rows = self.listing.store(run), self.listing.group(run, task)
+        shown = rows[:MOST]
+        finished = {row.sample: store.trajectory(row.episode) for row in shown if row.status == "done"}
+        return {
+            "run": store.run_id,
+            "task": task,
+            "samples": [row.plain() | {"id": row.episode} for row in shown],
+            "left_out": len(rows) - len(shown),
+            "parts": [
+                {"first": first, "second": second, **parting(store, finished[first], finished[second])}
+                for first, second in combinations(sorted(finished), 2)
+            ],
+        }
 
     def compare(self, first: str, second: str) -> Document:
         """Return two runs, paired by task."""
@@ -362,31 +376,6 @@ _AROUND = 12
 """Number of tokens that are shown from the place where two samples part."""
 MOST = 16
 """Maximum number of samples in one document."""
-
-
-def group_document(store: RunReader, task_id: str, rows: Sequence[Row]) -> dict[str, Any]:
-    """Return the samples of a task, and where each two finished ones part.
-
-    Args:
-        store: The run.
-        task_id: The task.
-        rows: Its samples, from `Listing.group`.
-
-    Raises:
-        StoreError: a record is damaged.
-    """
-    shown = rows[:MOST]
-    finished = {row.sample: store.trajectory(row.episode) for row in shown if row.status == "done"}
-    return {
-        "run": store.run_id,
-        "task": task_id,
-        "samples": [row.plain() | {"id": row.episode} for row in shown],
-        "left_out": len(rows) - len(shown),
-        "parts": [
-            {"first": first, "second": second, **parting(store, finished[first], finished[second])}
-            for first, second in combinations(sorted(finished), 2)
-        ],
-    }
 
 
 def parting(store: RunReader, first: Trajectory, second: Trajectory) -> dict[str, Any]:

@@ -30,13 +30,17 @@ _ESCAPES = ((b"<", b"\\u003c"), (b"\xe2\x80\xa8", b"\\u2028"), (b"\xe2\x80\xa9",
 
 
 class SingleFile:
-    """The documents of chosen episodes, and the page that holds them.
+    """The documents of chosen episodes, and the page that holds them. Episodes that do not fit are left out; a later
+    and smaller one may fit.
 
     Args:
         listing: The episodes.
         filter: An expression in CEL; empty: every episode.
         text: Only episodes in which this was said; empty: every episode.
         limit: Maximum size of the file in bytes.
+
+    Raises:
+        StoreError: the filter is not valid, or a store is damaged.
     """
 
     def __init__(self, listing: Listing, filter: str, text: str, limit: int) -> None:
@@ -95,12 +99,12 @@ class SingleFile:
         self._images |= new
         return True
 
-    def composed(self) -> bytes:
-        """Return the whole file. Its newest episodes are removed until it fits: the pictures of machines and the lists
+    def write(self, path: Path) -> None:
+        """Write the whole file. Its newest episodes are removed until it fits: the pictures of machines and the lists
         of samples are known only now.
 
         Raises:
-            StoreError: the pages alone are larger than the limit.
+            StoreError: the pages alone are larger than the limit, or the file cannot be written.
         """
         page = _page(self._data(), self._title())
         while len(page) > self._limit and self.rows:
@@ -115,7 +119,8 @@ class SingleFile:
                 f"the pages alone take {len(page) / 1e6:.2f} MB, and the maximum size is {self._limit / 1e6:g} MB; "
                 "raise --max-size"
             )
-        return page
+        with whole_file(path) as draft:
+            draft.write_bytes(page)
 
     @property
     def left_out(self) -> list[str]:
@@ -182,20 +187,6 @@ class SingleFile:
         for character, escape in _ESCAPES:
             data = data.replace(character, escape)
         return data
-
-
-def write_file(listing: Listing, path: Path, filter: str, text: str, limit: int) -> SingleFile:
-    """Write the episodes that a filter and a text choose to one HTML file. Those that do not fit are left out; a later
-    and smaller one may fit. Arguments as those of `SingleFile`.
-
-    Raises:
-        StoreError: the filter is not valid, a store is damaged, or the file cannot be written.
-    """
-    file = SingleFile(listing, filter, text, limit)
-    page = file.composed()
-    with whole_file(path) as draft:
-        draft.write_bytes(page)
-    return file
 
 
 def _size(name: str, data: bytes) -> int:

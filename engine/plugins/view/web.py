@@ -20,6 +20,7 @@ import secrets
 import socket
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, Any
@@ -76,15 +77,14 @@ def make_app(documents: Documents, token: str) -> ASGIApp:
     """
     app = Starlette(
         routes=[
-            Route("/", _page),
+            Route("/", _static),
             Route("/static/{name}", _static),
-            Route("/api/image", _image),
-            Route("/api/rows", _rows),
-            Route("/api/review", _review, methods=["POST"]),
-            Route("/api/{name}", _document),
+            Route("/api/image", partial(_image, documents)),
+            Route("/api/rows", partial(_rows, documents)),
+            Route("/api/review", partial(_review, documents), methods=["POST"]),
+            Route("/api/{name}", partial(_document, documents)),
         ],
     )
-    app.state.documents = documents
     return Gate(app, token)
 
 
@@ -159,12 +159,8 @@ def _json(value: Any, status: int = 200) -> Response:
     return Response(orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY), status, media_type="application/json")
 
 
-async def _page(request: Request) -> Response:
-    return Response(assets.read("index.html"), media_type=assets.TYPES["html"])
-
-
 async def _static(request: Request) -> Response:
-    name = request.path_params["name"]
+    name = request.path_params.get("name", "index.html")
     if name == "plotly.js":
         library = assets.chart_library()
         if library is None:
@@ -176,8 +172,7 @@ async def _static(request: Request) -> Response:
     return Response(found, media_type=assets.TYPES[name.rpartition(".")[2]])
 
 
-async def _document(request: Request) -> Response:
-    documents: Documents = request.app.state.documents
+async def _document(documents: Documents, request: Request) -> Response:
     try:
         found = await run_in_threadpool(documents.answer, request.path_params["name"], dict(request.query_params))
         return _json(found)
@@ -188,16 +183,14 @@ async def _document(request: Request) -> Response:
         return _json({"error": f"this is a defect of the viewer: {error!r}"}, 500)
 
 
-async def _review(request: Request) -> Response:
-    documents: Documents = request.app.state.documents
+async def _review(documents: Documents, request: Request) -> Response:
     try:
         return _json(await run_in_threadpool(documents.review, orjson.loads(await request.body())))
     except (EngineError, ValueError) as error:
         return _json({"error": str(error)}, 400)
 
 
-async def _rows(request: Request) -> Response:
-    documents: Documents = request.app.state.documents
+async def _rows(documents: Documents, request: Request) -> Response:
     query = request.query_params
     try:
         lines = await run_in_threadpool(documents.rows, *(query.get(name, "") for name in ("within", "filter", "text")))
@@ -207,8 +200,7 @@ async def _rows(request: Request) -> Response:
     return StreamingResponse(lines, headers=named, media_type="application/x-ndjson")
 
 
-async def _image(request: Request) -> Response:
-    documents: Documents = request.app.state.documents
+async def _image(documents: Documents, request: Request) -> Response:
     try:
         found = await run_in_threadpool(
             documents.image, request.query_params.get("run", ""), request.query_params.get("digest", "")
