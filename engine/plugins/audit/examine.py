@@ -91,9 +91,7 @@ class TemplateMarks:
         opened = self.between.get(("user", "assistant"), "")
         tail = self.tails.get("user", opened)
         ids, reference = self.template.encode(tail), self.template.encode(between)
-        shared = 0
-        while shared < min(len(ids), len(reference)) and ids[shared] == reference[shared]:
-            shared += 1
+        shared = first_difference(ids, reference)
         while shared > 0 and shared < len(ids) and ids[shared] not in self._added:
             shared -= 1  # begin at the mark that opens a message, which both texts share
         return ids[shared:]

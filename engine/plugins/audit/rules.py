@@ -140,12 +140,7 @@ def _after_stops(row: ExaminedRow) -> Iterator[tuple[ForeignReply, int, int]]:
             continue
         following = row.replies[at + 1].start if at + 1 < len(row.replies) else reply.run_end
         until = min(following, reply.run_end)
-        shared = 0
-        while (
-            shared < min(len(closing), until - reply.end) and int(row.response[reply.end + shared]) == closing[shared]
-        ):
-            shared += 1
-        yield reply, reply.end + shared, until
+        yield reply, reply.end + first_difference(closing, row.response[reply.end : until]), until
 
 
 def missing_eos(rows: Sequence[ExaminedRow], known: Evidence) -> Iterator[RowFinding]:

@@ -20,7 +20,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import groupby
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -99,11 +99,12 @@ def _generation(row: ExaminedRow, start: int, end: int, last: bool) -> Generatio
     stopped = int(ids[-1]) in row.marks.template.stop_set
     cut = last and not stopped and foreign.finish in ("length", "abort")
     versions = _versions_of(foreign)[start:end]
+    edges = [0, *(np.flatnonzero(np.diff(versions)) + 1).tolist(), len(ids)]
     return Generation(
         output_ids=np.ascontiguousarray(ids),
         logprobs=np.ascontiguousarray(logprobs, np.float32),
         finish=FinishReason(type="length" if cut else "stop", matched=int(ids[-1]) if stopped else None),
-        versions=_spans(versions),
+        versions=[VersionSpan(version=int(versions[at]), start=at, end=until) for at, until in pairwise(edges)],
         prompt_tokens=row.start + start,
     )
 
@@ -115,15 +116,6 @@ def _versions_of(row: ForeignRow) -> Vector:
     if row.versions is None:
         return np.full(len(row.response_ids), newest, np.int32)
     return np.where(row.versions < 0, newest, row.versions).astype(np.int32)
-
-
-def _spans(versions: Vector) -> list[VersionSpan]:
-    spans, at = [], 0
-    for version, tokens in groupby(versions.tolist()):
-        size = len(list(tokens))
-        spans.append(VersionSpan(version=version, start=at, end=at + size))
-        at += size
-    return spans
 
 
 def _answer(row: ExaminedRow, end: int, until: int) -> list[Message]:

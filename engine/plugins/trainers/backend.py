@@ -10,7 +10,7 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -159,11 +159,8 @@ class TrainerBackend(Backend):
 
 def spans_of(versions: Sequence[int]) -> list[VersionSpan]:
     """The versions of a reply's tokens as spans."""
-    spans: list[VersionSpan] = []
-    for version, run in groupby(versions):
-        start = spans[-1].end if spans else 0
-        spans.append(VersionSpan(version=int(version), start=start, end=start + len(list(run))))
-    return spans
+    edges = [0, *(np.flatnonzero(np.diff(versions)) + 1).tolist(), len(versions)]
+    return [VersionSpan(version=int(versions[at]), start=at, end=until) for at, until in pairwise(edges) if at < until]
 
 
 def given(sampling: SamplingParams, names: Mapping[str, str]) -> dict[str, Any]:

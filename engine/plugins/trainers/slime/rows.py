@@ -12,6 +12,7 @@ engine's rows.
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -127,28 +128,22 @@ def convert(args: Any, samples: Sequence[Any]) -> dict[str, list[Any]]:
             `global_batch_size` does not divide the number of episodes, or the columns differ from those of the engine.
         SpecError: the spec is invalid.
     """
-    rows, built = _rows(args, samples)
+    rows = _rows(args, samples)
     data: dict[str, list[Any]] = {
         "tokens": [sample.tokens for sample in samples],
         "response_lengths": [sample.response_length for sample in samples],
-        "rewards": [],
+        "rewards": [torch.from_numpy(row.advantages.copy()) for row in rows],
         "raw_reward": [float(sample.reward) for sample in samples],
         "truncated": [int(sample.status == type(sample).Status.TRUNCATED) for sample in samples],
         "sample_indices": [sample.index for sample in samples],
         "rollout_ids": [sample.index if sample.rollout_id is None else sample.rollout_id for sample in samples],
-        "loss_masks": [],
+        "loss_masks": [row.mask for row in rows],
         "rollout_log_probs": [sample.rollout_log_probs for sample in samples],
         "source_names": [(sample.metadata or {}).get("source_name", "unknown") for sample in samples],
     }
-    for sample, row in zip(samples, rows, strict=True):
-        length = sample.response_length
-        mask = [0] * length if row is None else row.mask
-        data["loss_masks"].append(mask)
-        values = np.zeros(length, np.float32) if row is None else row.advantages
-        data["rewards"].append(torch.from_numpy(np.where(np.array(mask) == 1, values, 0.0).astype(np.float32)))
-    masked: dict[Any, int] = {}
+    masked: Counter[Any] = Counter()
     for number, mask in zip(data["rollout_ids"], data["loss_masks"], strict=True):
-        masked[number] = masked.get(number, 0) + sum(mask)
+        masked[number] += sum(mask)
     data["rollout_mask_sums"] = [masked[number] for number in data["rollout_ids"]]
     if any(sample.multimodal_train_inputs is not None for sample in samples):
         data["multimodal_train_inputs"] = [sample.multimodal_train_inputs for sample in samples]
@@ -166,15 +161,14 @@ def convert(args: Any, samples: Sequence[Any]) -> dict[str, list[Any]]:
         for tokens, mask, advantages in zip(data["tokens"], data["loss_masks"], data["rewards"], strict=True)
     ]
     total = BatchSums.total(per_row)
-    BatchSums.of_rows(built).check(total, "slime", _CHANGES)
+    BatchSums.of_rows([row for row in rows if any(row.mask)]).check(total, "slime", _CHANGES)
     totals = [float(total.tokens), float(total.trained), total.advantages]
     data["prompt"] = [[float(row.tokens), float(row.trained), row.advantages, *totals] for row in per_row]
     return data
 
 
-def _rows(args: Any, samples: Sequence[Any]) -> tuple[list[HandedRow | None], list[HandedRow]]:
-    """The engine's row of each sample, None for samples that are not trained; and all rows to train, built from the
-    episodes.
+def _rows(args: Any, samples: Sequence[Any]) -> list[HandedRow]:
+    """The engine's row of each sample, built from the episodes; without trained tokens if the sample is not trained.
 
     Groups with fewer trainable episodes than `train.min_group` are not trained.
     """
@@ -202,21 +196,22 @@ def _rows(args: Any, samples: Sequence[Any]) -> tuple[list[HandedRow | None], li
     members = [list(group.values()) for group in groups.values()]
     rows = [row for group in members if not builder.is_small(group, samples_per_task) for row in builder.rows(group)]
     made = {(row.episode.episode_id, row.branch.index): HandedRow.of(row) for row in final_rows(rows, train)}
-    rows_of_samples: list[HandedRow | None] = []
+    rows_of_samples: list[HandedRow] = []
     for sample, origin in zip(samples, origins, strict=True):
         assert origin is not None
         ended = origin.trajectory
         row = None if ended is None else made.pop((ended.episode_id, origin.branch), None)
-        if row is not None and not sample.remove_sample:
-            if sample.tokens != [*row.prompt_ids, *row.completion_ids]:
-                raise TrainError(
-                    f"sample {sample.index} has other tokens than row {origin.branch} of its episode; remove the hook "
-                    "that changes samples",
-                    kind="handover",
-                )
-            rows_of_samples.append(_from(row, origin.start))
-        else:
-            rows_of_samples.append(None)
+        if row is None or sample.remove_sample:
+            size = sample.response_length
+            rows_of_samples.append(HandedRow([], [], [0] * size, [0.0] * size, np.zeros(size, np.float32)))
+            continue
+        if sample.tokens != [*row.prompt_ids, *row.completion_ids]:
+            raise TrainError(
+                f"sample {sample.index} has other tokens than row {origin.branch} of its episode; remove the hook that "
+                "changes samples",
+                kind="handover",
+            )
+        rows_of_samples.append(_from(row, origin.start))
     if made:
         episode, branch = next(iter(made))
         raise TrainError(
@@ -224,7 +219,7 @@ def _rows(args: Any, samples: Sequence[Any]) -> tuple[list[HandedRow | None], li
             "hook that drops samples",
             kind="handover",
         )
-    return rows_of_samples, [row for row in rows_of_samples if row is not None]
+    return rows_of_samples
 
 
 def _from(row: HandedRow, start: int) -> HandedRow:
