@@ -100,7 +100,7 @@ def read_sampled(path: Path) -> list[Vector]:
     lines = document.value if document.lines else [document.value]
     replies = []
     for at, line in enumerate(lines, 1):
-        columns = Columns.of(line, f"{path.name} line {at}")
+        columns = Columns(line, f"{path.name} line {at}")
         columns.need("output_ids")
         replies.append(ids_of(columns.get("output_ids"), f"{columns.place}: output_ids"))
     return replies

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, Literal
 
 import msgspec
@@ -90,20 +89,18 @@ class Columns:
     """Columns of a batch or keys of a record, read with errors that name place and column.
 
     Args:
-        values: The columns.
+        values: The columns: a dict.
         place: Where they are, for messages.
+
+    Raises:
+        AuditError: `values` is not a dict.
     """
 
-    def __init__(self, values: Mapping[str, Any], place: str) -> None:
-        self._values = values
-        self.place = place
-
-    @classmethod
-    def of(cls, record: Any, place: str) -> Columns:
-        """The keys of a record of a file. Raises: AuditError: it is not a dict."""
-        if not isinstance(record, dict):
+    def __init__(self, values: Any, place: str) -> None:
+        if not isinstance(values, dict):
             raise AuditError(f"{place}: not an object")
-        return cls(record, place)
+        self._values: dict[Any, Any] = values
+        self.place = place
 
     def __contains__(self, name: str) -> bool:
         return self._values.get(name) is not None

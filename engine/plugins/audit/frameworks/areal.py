@@ -40,7 +40,7 @@ def read(document: ForeignDocument) -> list[ForeignRow]:
 
 
 def _line(line: Any, place: str) -> ForeignRow:
-    columns = Columns.of(line, place)
+    columns = Columns(line, place)
     columns.need("prompt", "completion")
     versions = [number(columns.get(name)) for name in ("head_version", "tail_version")]
     return ForeignRow(

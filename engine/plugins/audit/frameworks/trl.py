@@ -74,7 +74,7 @@ def read(document: ForeignDocument) -> list[ForeignRow]:
 
 
 def _record(row: Any, place: str, shared: Mapping[str, Any]) -> ForeignRow:
-    columns = Columns.of(row, place)
+    columns = Columns(row, place)
     prompt = columns.get("prompt", columns.get("prompts"))
     completion = columns.get("completion", columns.get("completions"))
     group = columns.get("group")

@@ -53,7 +53,7 @@ def read(document: ForeignDocument) -> list[ForeignRow]:
 
 
 def _line(line: Any, place: str) -> ForeignRow:
-    columns = Columns.of(line, place)
+    columns = Columns(line, place)
     columns.need("input", "output")
     group = columns.get("uid") or columns.get("input")
     return ForeignRow(

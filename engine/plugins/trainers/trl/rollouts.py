@@ -66,26 +66,26 @@ class SharedBackend(LocalBackend):
         """`model`: the trainer's, without wrappers, loaded from `folder`; its device and precision are used. The
         others: as `LocalBackend`."""
         super().__init__(lambda: folder, decode, spec, vocab=vocab, context=context, vision=vision)
-        self._model = model
+        self.model = model
 
     def _load(self, folder: Path) -> tuple[BatchedModel, RowTable]:
         if self._spec.threads is not None:
             torch.set_num_threads(self._spec.threads)
-        first = next(self._model.parameters())
+        first = next(self.model.parameters())
         rows, repeatable = self._spec.max_batch, self._spec.deterministic
         packed: BatchedModel
         if self._vision is None:
-            packed = _SharedModel(self._model, folder, first.device, first.dtype, rows, repeatable=repeatable)
+            packed = _SharedModel(self.model, folder, first.device, first.dtype, rows, repeatable=repeatable)
         else:
             packed = _SharedVisionModel(
-                self._model, folder, first.device, first.dtype, rows, vision=self._vision, repeatable=repeatable
+                self.model, folder, first.device, first.dtype, rows, vision=self._vision, repeatable=repeatable
             )
         return packed, RowTable(packed.store, rows, stash_budget(first.device), reuse=packed.reuses_prefixes)
 
     @contextmanager
     def lent(self) -> Iterator[None]:
         """Inside the block the model belongs to the sampler."""
-        model = self._model
+        model = self.model
         text = model.config.get_text_config()
         before = text._attn_implementation
         modes = [(module, module.training) for module in model.modules()]
@@ -100,7 +100,7 @@ class SharedBackend(LocalBackend):
                 module.training = training
 
     def _attend(self, name: str) -> None:
-        self._model.set_attn_implementation(name if self._vision is None else {"text_config": name})
+        self.model.set_attn_implementation(name if self._vision is None else {"text_config": name})
 
     async def weights_changed(self, version: int) -> None:
         """Drop what was computed with older weights. Tokens sampled from now on carry this version."""
@@ -159,7 +159,6 @@ class EngineRollouts:
         self.tasks = self._episodes.tasks
         """The ids of the tasks, in order."""
         self._backend: SharedBackend | None = None
-        self._model: Any = None
         self.handed: list[HandedRow] = []
         """The rows of the newest call, one for each prompt."""
         self.sums = BatchSums(0, 0, 0.0)
@@ -184,7 +183,6 @@ class EngineRollouts:
         samples: int = trainer.num_generations
         model = trainer.accelerator.unwrap_model(trainer.model)
         if (backend := self._backend) is None:
-            self._model = model
             backend = SharedBackend(
                 model,
                 self.model_folder,
@@ -194,7 +192,7 @@ class EngineRollouts:
                 context=self._episodes.context,
                 vision=self.format.vision,
             )
-        if model is not self._model:
+        if model is not backend.model:
             raise TrainError("the trainer has another model than at its first batch", kind="train_setup")
         self.version = trainer.state.global_step
         groups = groups_of(prompts, samples, "make `generation_batch_size` a multiple of `num_generations`")
