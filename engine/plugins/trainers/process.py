@@ -7,10 +7,10 @@ import asyncio
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
-from dataclasses import dataclass
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 from filelock import FileLock, Timeout
 
@@ -63,32 +63,16 @@ class LoopThread:
         self._thread = None
 
 
-@dataclass(frozen=True, slots=True)
-class ProcessFolder:
-    """The folder of this process, which no other living process takes until `release`."""
-
-    path: Path
-    number: int
-    """The number of the folder, from 0."""
-    lock: FileLock
-
-    @classmethod
-    def take(cls, folder: Path) -> Self:
-        """Take the first `process-<number>` of a folder that no living process has."""
-        folder.mkdir(parents=True, exist_ok=True)
-        for number in count():
-            # another thread may release it
-            lock = FileLock(folder / f"process-{number}.lock", thread_local=False)
-            try:
-                lock.acquire(timeout=0)
-            except Timeout:
-                continue
-            return cls(folder / f"process-{number}", number, lock)
-        raise AssertionError  # `count` does not end
-
-    def release(self) -> None:
-        """Leave the folder to another process."""
-        self.lock.release()
+def lock_process_number(folder: Path) -> tuple[int, FileLock]:
+    """The first number, from 0, whose `process-<number>` in a folder no other living process has, and its lock: no
+    other takes it until the lock is released."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for number in count():
+        lock = FileLock(folder / f"process-{number}.lock", thread_local=False)  # another thread may release it
+        with suppress(Timeout):
+            lock.acquire(timeout=0)
+            return number, lock
+    raise AssertionError  # `count` does not end
 
 
 class OncePerProcess(dict[_Key, _Value]):

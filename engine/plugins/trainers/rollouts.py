@@ -23,7 +23,7 @@ from engine.errors import TrainError, first_of
 from engine.plugins.trainers.capabilities import TRAINERS
 from engine.plugins.trainers.handover import final_rows
 from engine.plugins.trainers.pixels import Pixels
-from engine.plugins.trainers.process import LoopThread, ProcessFolder
+from engine.plugins.trainers.process import LoopThread, lock_process_number
 from engine.runner.batch import Batch, Group
 from engine.runner.groups import GroupRequest, GroupRunner
 from engine.runner.processes import refuse_many
@@ -131,10 +131,10 @@ class TrainerRollouts:
         """
         async with AsyncExitStack() as services:
             if self._shared:
-                process = ProcessFolder.take(self.folder)
-                services.callback(process.release)
-                self.folder = process.path
-                self.number_uses_of(process.number)
+                process, lock = lock_process_number(self.folder)
+                services.callback(lock.release)
+                self.folder /= f"process-{process}"
+                self.number_uses_of(process)
             await backend.start()
             services.push_async_callback(backend.close)
             self.folder.mkdir(parents=True, exist_ok=True)

@@ -8,17 +8,18 @@ from pathlib import Path
 import pytest
 
 from engine.errors import TrainError
-from engine.plugins.trainers.process import ProcessFolder
+from engine.plugins.trainers.process import lock_process_number
 from engine.plugins.trainers.rollouts import PROCESSES, TrainerRollouts
 
 
 def test_a_folder_that_another_thread_left_is_taken_again(tmp_path: Path) -> None:
-    first, second = ProcessFolder.take(tmp_path), ProcessFolder.take(tmp_path)
-    assert (first.number, second.number) == (0, 1)
-    thread = threading.Thread(target=first.release)
+    (first, lock), (second, other) = lock_process_number(tmp_path), lock_process_number(tmp_path)
+    assert (first, second) == (0, 1)
+    thread = threading.Thread(target=lock.release)
     thread.start()
     thread.join()
-    assert ProcessFolder.take(tmp_path).path == tmp_path / "process-0"
+    assert lock_process_number(tmp_path)[0] == 0
+    assert other.is_locked
 
 
 def test_more_processes_than_numbers_are_refused() -> None:
