@@ -82,8 +82,6 @@ def refuse_settings(config: Any, loaded: LoadedSpec) -> None:
 
 
 log = structlog.get_logger(__name__)
-_REWARD = ("reward_bias", "reward_scaling", "reward_clip")
-"""AReaL's settings of `actor` that change the reward that it places."""
 _OPEN: OncePerProcess[tuple[Path, Path], ArealEpisodes] = OncePerProcess()
 
 
@@ -126,17 +124,6 @@ class ArealEpisodes:
         await self.rollouts.close()
 
 
-def episodes_of(spec: Path | str, folder: Path | str) -> ArealEpisodes:
-    """The episodes of a folder in this process; the first call opens them.
-
-    Raises:
-        SpecError: the spec is invalid.
-        TrainError: kind `train_setup`: the spec uses something that does not reach AReaL's loss.
-    """
-    key = (Path(spec).resolve(), Path(folder).resolve())
-    return _OPEN.opened(key, lambda: ArealEpisodes(*key))
-
-
 class EngineGroups:
     """The methods of `EngineWorkflow`, which is AReaL's RolloutWorkflow too; `workflow_arguments` makes the arguments.
 
@@ -145,10 +132,15 @@ class EngineGroups:
         folder: The folder of the training.
         reward: `reward_bias`, `reward_scaling` and `reward_clip` of AReaL's `actor`.
         ranks: Number of AReaL's training processes that take different rows.
+
+    Raises:
+        SpecError: the spec is invalid.
+        TrainError: kind `train_setup`: the spec uses something that does not reach AReaL's loss.
     """
 
     def __init__(self, spec: str, folder: str, reward: Mapping[str, float], ranks: int = 1) -> None:
-        self.episodes = episodes_of(spec, folder)
+        key = (Path(spec).resolve(), Path(folder).resolve())
+        self.episodes = _OPEN.opened(key, lambda: ArealEpisodes(*key))
         self._actor = SimpleNamespace(**reward)
         self._ranks = ranks
 
@@ -230,12 +222,12 @@ def workflow_arguments(config: Any, spec: LoadedSpec | Path | str, folder: Path 
     """
     loaded = load_spec(spec) if isinstance(spec, str | Path) else spec
     refuse_settings(config, loaded)
-    reward = {name: float(getattr(config.actor, name)) for name in _REWARD}
+    changes = ("reward_bias", "reward_scaling", "reward_clip")  # what changes the reward that AReaL places
     ranks = re.search(r":.*?d(\d+)", str(config.actor.backend)) or (0, 1)
     return {
         "spec": str(Path(loaded.path).resolve()),
         "folder": str(Path(folder).resolve()),
-        "reward": reward,
+        "reward": {name: float(getattr(config.actor, name)) for name in changes},
         "ranks": int(ranks[1]),
     }
 

@@ -208,13 +208,12 @@ def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: b
     return RolloutFnTrainOutput(samples=samples, metrics=metrics)
 
 
-async def _run(episodes: SlimeEpisodes, groups: Sequence[Sequence[Any]]) -> list[list[list[Any]]]:
-    return [
-        list(group)
-        for group in await asyncio.gather(
-            *(asyncio.gather(*(episodes.samples(sample) for sample in group)) for group in groups)
-        )
-    ]
+async def _run(
+    episodes: SlimeEpisodes, groups: Sequence[Sequence[Any]], *, evaluation: bool = False
+) -> list[list[list[Any]]]:
+    return await asyncio.gather(
+        *(asyncio.gather(*(episodes.samples(sample, evaluation=evaluation) for sample in group)) for group in groups)
+    )
 
 
 def _evaluated(args: Any, episodes: SlimeEpisodes) -> dict[str, dict[str, list[Any]]]:
@@ -232,11 +231,8 @@ def _evaluated(args: Any, episodes: SlimeEpisodes) -> dict[str, dict[str, list[A
                 row for row in read_file(dataset.path) for _ in range(dataset.n_samples_per_eval_prompt)
             )
         ]
-
-        async def run(samples: list[Any] = samples) -> list[list[Any]]:
-            return await asyncio.gather(*(episodes.samples(sample, evaluation=True) for sample in samples))
-
-        firsts = [rows[0] for rows in episodes.loop.call(run())]
+        (made,) = episodes.loop.call(_run(episodes, [samples], evaluation=True))
+        firsts = [rows[0] for rows in made]
         results[dataset.name] = {
             "rewards": [sample.reward for sample in firsts],
             "truncated": [sample.status == Sample.Status.TRUNCATED for sample in firsts],
