@@ -2,6 +2,7 @@
 
     python bench/view.py --model ../tokenizers/qwen3 [--episodes 1000000] [--folder /tmp/engine-view-bench] [--only WORD]
     python bench/view.py … --older OTHER_CHECKOUT     # the same commands of another revision beside, on the same store
+    python bench/view.py … --turns 8                  # episodes of 8 turns with replies of about 40 tokens: 17 GB
     python bench/view.py … --without-summaries        # a store as older engines wrote it, with 1 % of the episodes
 
 2,000 episodes are made by a run with the scripted backend; the others are copies of them with other ids, journals left out. The store is
@@ -35,9 +36,15 @@ class Marks:
     def respond(self, view):
         mark = round(random.Random(f"{view.seed} {view.turn}").random(), 3)
         facts = {"tries": view.turn + 1, "mark": mark, "level": "hard" if mark > 0.5 else "easy"}
-        return UserTurn(content="Again.", rewards=[RewardEvent(name="mark", value=mark)], satisfied=view.turn > 0, facts=facts)
+        rewards = [RewardEvent(name="mark", value=mark)]
+        return UserTurn(content="Again.", rewards=rewards, satisfied=view.turn + 1 >= TURNS, facts=facts)
 """
-"""A user who gives a random mark for each of two replies."""
+"""A user who gives a random mark for each of TURNS replies."""
+REPLIES = ("It is 12.", "It is 15.")
+LONG_REPLY = (
+    "Let me work it out, attempt {}. I write the problem as an expression first, and then I work out each part of it "
+    "for itself, because that is exact. I think that the answer is 15."
+)
 
 SHOW = "import sys; from engine.cli.main import main; sys.argv[0] = 'engine'; main()"
 LISTING = """
@@ -72,17 +79,18 @@ COMMANDS: dict[str, list[str]] = {
 }  # fmt: skip
 
 
-def make(folder: Path, model: str, episodes: int, *, without: bool) -> None:
+def make(folder: Path, model: str, episodes: int, turns: int, *, without: bool) -> None:
     """Run some episodes, and copy them."""
     import yaml
 
     from engine.store.find import list_runs
 
+    replies = [*REPLIES] if turns == len(REPLIES) else [LONG_REPLY.format(turn) for turn in range(turns)]
     spec = {
         "spec": "episode/v1",
         "name": "view-bench",
         "model": {"path": str(Path(model).resolve()), "tool_calls": "hermes"},
-        "backend": {"kind": "scripted", "replies": ["It is 12.", "It is 15."]},
+        "backend": {"kind": "scripted", "replies": replies},
         "tasks": {
             "source": "python",
             "use": "engine.environments.arithmetic:problems",
@@ -92,10 +100,10 @@ def make(folder: Path, model: str, episodes: int, *, without: bool) -> None:
         "environment": {"use": "engine.environments.arithmetic:Arithmetic"},
         "user": {"use": "marks:Marks"},
         "machine": "retry_with_feedback",
-        "limits": {"assistant_turns": 3},
+        "limits": {"assistant_turns": turns + 1},
         "rollout": {"samples_per_task": SAMPLES, "concurrency": 256, "out": str(folder)},
     }
-    (folder / "marks.py").write_text(USER)
+    (folder / "marks.py").write_text(USER.replace("TURNS", str(turns)))
     file = folder / "spec.yaml"
     file.write_text(yaml.safe_dump(spec))
     subprocess.run([sys.executable, "-m", "engine.cli.main", "run", str(file), "--quiet"], check=True)
@@ -161,16 +169,18 @@ def main() -> None:
     )
     parser.add_argument("--episodes", type=int, default=1_000_000)
     parser.add_argument("--folder", type=Path, default=Path("/tmp/engine-view-bench"))
+    parser.add_argument("--turns", type=int, default=len(REPLIES), help="turns of an episode")
     parser.add_argument("--only", default="", help="rows whose name has this word")
     parser.add_argument("--older", type=Path, help="a checkout of another revision")
     parser.add_argument("--without-summaries", action="store_true", help="as an older engine wrote it")
     args = parser.parse_args()
     from engine.store.find import list_runs
 
-    folder = (args.folder / f"{args.episodes}{'-without' * args.without_summaries}").resolve()
+    turns = f"-{args.turns}-turns" if args.turns != len(REPLIES) else ""
+    folder = (args.folder / f"{args.episodes}{turns}{'-without' * args.without_summaries}").resolve()
     if not list_runs(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        make(folder, args.model, args.episodes, without=args.without_summaries)
+        make(folder, args.model, args.episodes, args.turns, without=args.without_summaries)
     (run,) = list_runs(folder)
     size = (run / "run.db").stat().st_size / 2**20
     print(f"{args.episodes:,} episodes, {size:,.0f} MiB; load {os.getloadavg()[0]:.1f}")

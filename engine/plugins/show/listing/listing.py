@@ -258,7 +258,9 @@ class Listing:
         """
         with self._lock:
             matching = self._choose(filter, text)
-            done = self._totals(matching).done
+            totals = self._totals(matching)
+            if not totals.failed + totals.limited:  # no need to look at each episode again
+                return []
             query = (
                 'SELECT :source, failure, blame, CASE WHEN failure IS NULL THEN "limit" END AS ended_by, count(*), '
                 "min(task_index * 1000000000 + sample_index), e.number {} AND e.status = 'done' AND (failure IS NOT "
@@ -279,7 +281,7 @@ class Listing:
                     state=rows[failure, blame, limit].failed_state,
                     limit=limit,
                     count=groups[failure, blame, limit][0],
-                    share=groups[failure, blame, limit][0] / done,
+                    share=groups[failure, blame, limit][0] / totals.done,
                     message=rows[failure, blame, limit].message,
                     run=rows[failure, blame, limit].run,
                     episode=rows[failure, blame, limit].episode,
