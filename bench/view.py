@@ -2,7 +2,7 @@
 
     python bench/view.py --model ../tokenizers/qwen3 [--episodes 1000000] [--folder /tmp/engine-view-bench] [--only WORD]
     python bench/view.py … --older OTHER_CHECKOUT     # the same commands of another revision beside, on the same store
-    python bench/view.py … --turns 8                  # episodes of 8 turns with replies of about 40 tokens: 17 GB
+    python bench/view.py … --turns 8                  # episodes of 8 turns, 8 GB in all
     python bench/view.py … --without-summaries        # a store as older engines wrote it, with 1 % of the episodes
 
 2,000 episodes are made by a run with the scripted backend; the others are copies of them with other ids, journals left out. The store is
@@ -41,10 +41,6 @@ class Marks:
 """
 """A user who gives a random mark for each of TURNS replies."""
 REPLIES = ("It is 12.", "It is 15.")
-LONG_REPLY = (
-    "Let me work it out, attempt {}. I write the problem as an expression first, and then I work out each part of it "
-    "for itself, because that is exact. I think that the answer is 15."
-)
 
 SHOW = "import sys; from engine.cli.main import main; sys.argv[0] = 'engine'; main()"
 LISTING = """
@@ -85,7 +81,7 @@ def make(folder: Path, model: str, episodes: int, turns: int, *, without: bool) 
 
     from engine.store.find import list_runs
 
-    replies = [*REPLIES] if turns == len(REPLIES) else [LONG_REPLY.format(turn) for turn in range(turns)]
+    replies = [REPLIES[turn == turns - 1] for turn in range(turns)]
     spec = {
         "spec": "episode/v1",
         "name": "view-bench",
