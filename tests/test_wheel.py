@@ -207,14 +207,9 @@ def test_explain(installed: Installed) -> None:
     assert [line.split()[0] for line in every] == sorted(page.stem for page in pages)
 
 
-def test_mypy_resolves_the_contracts(installed: Installed) -> None:
-    options = [
-        "--strict",
-        "--python-executable",
-        str(installed.python),
-        "--cache-dir",
-        str(installed.project / "cache"),
-    ]
+def test_mypy_resolves_the_contracts(installed: Installed, checkout: Path) -> None:
+    cache = checkout.parent / "mypy"  # of both ways to install: they have the dependencies in common
+    options = ["--strict", "--python-executable", str(installed.python), "--cache-dir", str(cache)]
     done = installed.run("python", "-m", "mypy", *options, "typed.py")
     assert done.stdout.splitlines() == [
         'typed.py:4: note: Revealed type is "bool"',
