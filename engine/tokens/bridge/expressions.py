@@ -41,11 +41,8 @@ _MOST_TEXTS = 64
 """Maximum number of different texts that are kept for one expression."""
 
 
-class Expressions:
+class Expressions(Reading):
     """The labels of the expressions of one template, where its reading is."""
-
-    def __init__(self, reading: Reading) -> None:
-        self._reading = reading
 
     def all(self, parts: Iterable[nodes.Expr]) -> Of:
         """The labels of several values."""
@@ -90,39 +87,38 @@ class Expressions:
             case nodes.UnaryExpr():
                 return self.value(node.node)
             case _:
-                self._reading.refuse(f"it has a {type(node).__name__.lower()}, which is not read", node)
+                self.refuse(f"it has a {type(node).__name__.lower()}, which is not read", node)
                 return Of.NUMBER
 
     def _joined(self, parts: Sequence[nodes.Expr]) -> Of:
         """Texts that are put together."""
-        reading = self._reading
         part_labels = [self.value(part) for part in parts]
         joined = union(part_labels)
         if joined & COUNTED:
             return joined | Of.NUMBER
-        if reading.writing or not joined & TEXT:
+        if self.writing or not joined & TEXT:
             return joined
-        in_parts = bool(reading.loops) and bool(reading.loops[-1][0] & Of.CONTENT)  # an image is between two texts
+        in_parts = bool(self.loops) and bool(self.loops[-1][0] & Of.CONTENT)  # an image is between two texts
         if sum(bool(labels & TEXT) for labels in part_labels) > 1 and not in_parts:
-            return reading.changed(joined, seen=True)
+            return self.changed(joined, seen=True)
         for part, labels in zip(parts, part_labels, strict=True):
             if not labels & TEXT and (texts := self.texts(part)) != [""]:
                 if texts is None:
-                    return reading.changed(joined, seen=True)
-                reading.around.update(dict.fromkeys(filter(None, texts)))
+                    return self.changed(joined, seen=True)
+                self.around.update(dict.fromkeys(filter(None, texts)))
                 joined |= Of.JOINED
         return joined
 
     def texts(self, node: nodes.Node) -> list[str] | None:
         """The texts that an expression may stand for, or that a list of texts holds; None where they are not known."""
-        reading, parts = self._reading, list[nodes.Expr]()
+        parts = list[nodes.Expr]()
         match node:
             case nodes.Const():
                 return [node.value] if isinstance(node.value, str) else []
-            case nodes.Name() if node.name in reading.constants:
-                return [reading.constants[node.name]]
-            case nodes.Name() if node.name not in reading.assigned:
-                text = reading.variables.get(node.name, "")
+            case nodes.Name() if node.name in self.constants:
+                return [self.constants[node.name]]
+            case nodes.Name() if node.name not in self.assigned:
+                text = self.variables.get(node.name, "")
                 return [text] if isinstance(text, str) else None
             case nodes.List() | nodes.Tuple():
                 parts = node.items
@@ -143,9 +139,9 @@ class Expressions:
     def _name(self, node: nodes.Name) -> Of:
         if node.name == "loop":
             return Of.LOOP
-        scope = self._reading.scope(node.name)
+        scope = self.scope(node.name)
         given = {"messages": Of.MESSAGES, "tools": Of.TOOLS}.get(node.name, Of.NOTHING)
-        assigned = self._reading.names.get((scope, node.name))
+        assigned = self.names.get((scope, node.name))
         if assigned is None:
             return given
         return assigned if scope else assigned | given & Of.MESSAGES
@@ -154,13 +150,12 @@ class Expressions:
 
     def _item(self, of: nodes.Expr, key: Any, node: nodes.Expr) -> Of:
         """`of.key`"""
-        reading = self._reading
         if isinstance(of, nodes.Name) and of.name == "loop":
             return self._loop_value(key, node)
         labels = self.value(of)
         if labels & Of.NAMESPACE and isinstance(key, str):
-            assigned = reading.attributes.get(key, Of.NOTHING)
-            return assigned | reading.slots[key].label if key in reading.slots else assigned
+            assigned = self.attributes.get(key, Of.NOTHING)
+            return assigned | self.slots[key].label if key in self.slots else assigned
         if labels & Of.MESSAGE:
             read = Of.CONTENT if key in TEXT_KEYS else Of.CALL if key in CALL_KEYS else Of.NOTHING
             return read | labels & CARRIED
@@ -169,17 +164,16 @@ class Expressions:
         if labels & Of.PART:
             return labels & CARRIED | (Of.CONTENT if key in ("text", "content") else Of.NOTHING)
         if labels & Of.MESSAGES:
-            reading.refuse(f"it reads `{key}` of all messages", node)
+            self.refuse(f"it reads `{key}` of all messages", node)
         return labels & ~Of.NAMESPACE
 
     def _loop_value(self, key: str, node: nodes.Expr) -> Of:
-        reading = self._reading
-        over = reading.loops[-1][0] if reading.loops else Of.NOTHING
-        if not reading.loops:
-            reading.refuse("it reads `loop` of a loop outside", node)
+        over = self.loops[-1][0] if self.loops else Of.NOTHING
+        if not self.loops:
+            self.refuse("it reads `loop` of a loop outside", node)
         if over & Of.MESSAGES:
             if key not in LOOP:
-                reading.refuse(f"it reads `loop.{key}` of the messages", node)
+                self.refuse(f"it reads `loop.{key}` of the messages", node)
             return LOOP.get(key, Of.NUMBER)
         if key in ("first", "last"):
             return Of.NOTHING
@@ -196,10 +190,10 @@ class Expressions:
         if labels & Of.MESSAGES:
             return self._message_at(node.arg, node)
         index = self.value(node.arg)
-        if labels & Of.CONTENT and self._reading.has_parts(node.node):
+        if labels & Of.CONTENT and self.has_parts(node.node):
             return Of.PART | labels & CARRIED
         if labels & TEXT and not isinstance(node.node, nodes.Call):
-            return self._reading.changed(labels)
+            return self.changed(labels)
         return labels | index | (Of.NUMBER if index & COUNTED else Of.NOTHING)
 
     def _slice(self, part: nodes.Slice, labels: Of, node: nodes.Getitem) -> Of:
@@ -207,11 +201,11 @@ class Expressions:
         if labels & Of.MESSAGES:
             start, stop, step = (None if end is None else _constant(end) for end in ends)
             if not (start in (None, 0, 1) and stop in (None, -1) and step in (None, 1, -1)):
-                self._reading.refuse("it takes some of the messages by their number", node)
+                self.refuse("it takes some of the messages by their number", node)
             return Of.MESSAGES
         numbers = self.all(end for end in ends if end is not None)
         if labels & TEXT:
-            return self._reading.changed(labels)
+            return self.changed(labels)
         return labels | Of.NUMBER if (numbers | labels) & ~Of.TOOLS else labels
 
     def _message_at(self, index: nodes.Expr, node: nodes.Expr) -> Of:
@@ -222,7 +216,7 @@ class Expressions:
         if number in (("count", -1), ("place", 1)):
             return Of.MESSAGE | Of.LATER
         if number not in (("place", 0), ("place", -1)):
-            self._reading.refuse("it takes a message by its number", node)
+            self.refuse("it takes a message by its number", node)
         return Of.MESSAGE
 
     # --- numbers of messages --------------------------------------------------------------------------------
@@ -230,24 +224,23 @@ class Expressions:
     def number(self, node: nodes.Node | None) -> tuple[str, int] | None:
         """A number of messages: (`place`: of a message, `count`: of all, `kept`: of an earlier message, `back`: of a
         message from the end, `fixed`), and what is added to it."""
-        reading = self._reading
         match node:
             case nodes.Const() | nodes.Neg() if type(constant := _constant(node)) is int:
                 return "fixed", constant
             case nodes.Getattr() if isinstance(node.node, nodes.Name) and node.node.name == "loop":
-                over, backwards = reading.loops[-1] if reading.loops else (Of.NOTHING, False)
+                over, backwards = self.loops[-1] if self.loops else (Of.NOTHING, False)
                 if backwards and node.attr in ("index", "index0"):
                     return "back", int(node.attr == "index")
                 numbers = {"index0": ("place", 0), "index": ("place", 1), "length": ("count", 0)}
                 return numbers.get(node.attr) if over & Of.MESSAGES else None
-            case nodes.Getattr() if self.value(node.node) & Of.NAMESPACE and node.attr in reading.slots:
-                return ("kept", 0) if reading.slots[node.attr].label & Of.PLACE else None
+            case nodes.Getattr() if self.value(node.node) & Of.NAMESPACE and node.attr in self.slots:
+                return ("kept", 0) if self.slots[node.attr].label & Of.PLACE else None
             case nodes.Filter() if (
                 node.name in ("length", "count") and node.node is not None and self.value(node.node) & Of.MESSAGES
             ):
                 return "count", 0
             case nodes.Name():
-                return reading.numbers.get((reading.scope(node.name), node.name))
+                return self.numbers.get((self.scope(node.name), node.name))
             case nodes.Add() | nodes.Sub():
                 left, right = self.number(node.left), self.number(node.right)
                 if left is None or right is None:
@@ -270,9 +263,9 @@ class Expressions:
                 one, other, operator = other, one, flipped.get(operator, operator)
             if _is_edge(one[0], operator, other[0], other[1] - one[1]):
                 later = Of.LATER if {"kept", "count"} & {one[0], other[0]} else Of.NOTHING
-                self._reading.tests_later |= bool(later)
+                self.tests_later |= bool(later)
                 return later
-        self._reading.refuse("it tests the number of a message or of messages", node)
+        self.refuse("it tests the number of a message or of messages", node)
         return Of.LATER
 
     def _counts_none(self, left: nodes.Expr, operator: str, right: nodes.Expr) -> bool:
@@ -285,7 +278,7 @@ class Expressions:
         of = self.value(left.node)
         if of & (Of.MESSAGES | Of.CHANGED | Of.NUMBER):
             return False
-        self._reading.tests_blank |= bool(of & TEXT)
+        self.tests_blank |= bool(of & TEXT)
         bounds = {"gt": (0,), "lteq": (0,), "gteq": (0, 1), "lt": (0, 1), "eq": (0,), "ne": (0,)}
         more = {"gt": (0, 1), "lteq": (0, 1), "gteq": (0, 1, 2), "lt": (0, 1, 2), "eq": (0, 1), "ne": (0, 1)}
         return number[1] in (bounds if of & TEXT else more).get(operator, ())
@@ -294,12 +287,11 @@ class Expressions:
 
     def outcome(self, node: nodes.Node) -> bool | None:
         """The outcome of a test on variables alone; None where it is not known."""
-        reading = self._reading
         match node:
             case nodes.Const():
                 return bool(node.value)
-            case nodes.Name() if node.name not in reading.assigned and node.name not in GIVEN:
-                value = reading.variables.get(node.name)
+            case nodes.Name() if node.name not in self.assigned and node.name not in GIVEN:
+                value = self.variables.get(node.name)
                 return None if value is ... else bool(value)
             case nodes.Not():
                 outcome = self.outcome(node.node)
@@ -309,9 +301,9 @@ class Expressions:
                 return decisive if decisive in sides else None if None in sides else not decisive
             case nodes.Test() if isinstance(node.node, nodes.Name) and node.name in ("defined", "undefined"):
                 name = node.node.name
-                if name in reading.assigned or name in (*GIVEN, *FUNCTIONS):
+                if name in self.assigned or name in (*GIVEN, *FUNCTIONS):
                     return None
-                return (name in reading.variables) == (node.name == "defined")
+                return (name in self.variables) == (node.name == "defined")
             case nodes.Compare(ops=[operand]) if operand.op in ("eq", "ne"):
                 return self._finds(node, node.expr, operand.expr, negated=operand.op == "ne", equal=True)
             case nodes.Compare(ops=[operand]) if operand.op in ("in", "notin"):
@@ -334,14 +326,13 @@ class Expressions:
         others = Of.CHANGED | Of.CALL | Of.PART | Of.MESSAGE | COUNTED
         if not labels & (Of.CONTENT | Of.JOINED) or labels & others or self.value(text):
             return None
-        if labels & Of.JOINED and any(self._reading.crosses(text, equal) for text in texts):
+        if labels & Of.JOINED and any(self.crosses(text, equal) for text in texts):
             return None
         self.test(node)
         return negated
 
     def test(self, node: nodes.Node) -> Of:
         """What the outcome of a test may depend on."""
-        reading = self._reading
         match node:
             case nodes.Not():
                 return self.test(node.node)
@@ -353,25 +344,24 @@ class Expressions:
                 if node.name in PURE_TESTS:
                     return labels & CARRIED
                 if labels & ~(CARRIED | Of.TOOLS) or arguments & ~(CARRIED | Of.TOOLS):
-                    reading.refuse(f"it tests whether a part of the conversation is `{node.name}`", node)
+                    self.refuse(f"it tests whether a part of the conversation is `{node.name}`", node)
                 return (labels | arguments) & CARRIED
             case nodes.Compare():
                 operands = zip([node.expr, *(operand.expr for operand in node.ops)], node.ops, strict=False)
                 return union(self._compare(left, right.op, right.expr, node) for left, right in operands)
         labels = self.value(node)
-        if labels & COUNTED or (labels & Of.CHANGED and reading.changes):
-            reading.refuse("it tests a number or a changed text", node)
-        reading.tests_blank |= bool(labels & TEXT)
-        reading.tests_tools |= bool(labels & Of.TOOLS) and not isinstance(node, nodes.Name)
-        reading.tests_later |= bool(labels & Of.LATER)
+        if labels & COUNTED or (labels & Of.CHANGED and self.changes):
+            self.refuse("it tests a number or a changed text", node)
+        self.tests_blank |= bool(labels & TEXT)
+        self.tests_tools |= bool(labels & Of.TOOLS) and not isinstance(node, nodes.Name)
+        self.tests_later |= bool(labels & Of.LATER)
         return labels & CARRIED
 
     def _compare(self, left: nodes.Expr, operator: str, right: nodes.Expr, node: nodes.Compare) -> Of:
-        reading = self._reading
         sides = self.value(left), self.value(right)
         labels = sides[0] | sides[1]
-        reading.tests_later |= bool(labels & Of.LATER)
-        reading.tests_tools |= bool(labels & Of.TOOLS)
+        self.tests_later |= bool(labels & Of.LATER)
+        self.tests_tools |= bool(labels & Of.TOOLS)
         if labels & (Of.PLACE | Of.COUNT):
             return self._compare_numbers(left, operator, right, node)
         only_which_part = labels & Of.PART and not labels & TEXT
@@ -379,11 +369,11 @@ class Expressions:
             return labels & CARRIED
         if labels & (Of.NUMBER | Of.CHANGED | Of.MESSAGES):
             if not self._counts_none(left, operator, right):
-                reading.refuse("it compares a length, a number or a changed text", node)
+                self.refuse("it compares a length, a number or a changed text", node)
         elif labels & Of.MESSAGE and not only_which_part:
             has_key = operator in ("in", "notin") and not sides[0] and isinstance(left, nodes.Const)
             if not has_key:
-                reading.refuse("it compares a message", node)
+                self.refuse("it compares a message", node)
         elif labels & (TEXT | Of.CALL) and not only_which_part:
             of_left = bool(sides[0] & (TEXT | Of.CALL))
             other = right if of_left else left
@@ -391,9 +381,9 @@ class Expressions:
             equal = operator in ("eq", "ne")
             in_list = operator in ("in", "notin") and (not of_left or isinstance(other, nodes.List | nodes.Tuple))
             if all(sides) or texts is None or not (equal or in_list):
-                reading.refuse("it compares contents with something that is not written in it", node)
+                self.refuse("it compares contents with something that is not written in it", node)
             else:
-                reading.look_for(texts, labels, node, equal=equal or of_left)
+                self.look_for(texts, labels, node, equal=equal or of_left)
         return labels & CARRIED
 
     def _conditional(self, node: nodes.CondExpr) -> Of:
@@ -403,25 +393,24 @@ class Expressions:
         labels = self.test(node.test)
         chosen = Of.NOTHING
         for holds, value in ((True, node.expr1), (False, node.expr2)):
-            with self._reading.under(node.test, holds, labels):
+            with self.under(node.test, holds, labels):
                 chosen |= self.value(value)
         if labels & Of.STATE:
-            self._reading.refuse("what it writes for a message depends on a state that earlier messages left", node)
-        self._reading.writes_latch |= bool(labels & Of.LATCH)
+            self.refuse("what it writes for a message depends on a state that earlier messages left", node)
+        self.writes_latch |= bool(labels & Of.LATCH)
         return chosen | labels
 
     # --- filters and calls ----------------------------------------------------------------------------------
 
     def _filter(self, node: nodes.Filter) -> Of:
-        reading = self._reading
         if node.node is None:
-            reading.refuse("it filters a block", node)
+            self.refuse("it filters a block", node)
             return Of.NUMBER
         labels = self.value(node.node)
         arguments = [*node.args, *(pair.value for pair in node.kwargs)]
         given = self.all(arguments)
         if node.name not in PURE_FILTERS and (labels | given) & ~Of.TOOLS:
-            reading.refuse(f"it uses the filter `{node.name}`", node)
+            self.refuse(f"it uses the filter `{node.name}`", node)
             return labels | Of.NUMBER
         if node.name in ("default", "d"):
             if any(not (isinstance(part, nodes.Const) and not part.value) for part in arguments[1:]):
@@ -434,106 +423,102 @@ class Expressions:
             if node.name in ("first", "last"):
                 return Of.MESSAGE if node.name == "first" else Of.MESSAGE | Of.LATER
             if node.name != "list":
-                reading.refuse(f"it uses the filter `{node.name}` on the messages", node)
+                self.refuse(f"it uses the filter `{node.name}` on the messages", node)
             return labels
         if not labels & TEXT:
             return labels | given
-        in_parts = node.name in ("selectattr", "rejectattr") and reading.has_parts(node.node)
+        in_parts = node.name in ("selectattr", "rejectattr") and self.has_parts(node.node)
         if in_parts or (node.name in TEXT_FILTERS and not node.args):
             return labels
         if node.name == "tojson":
-            reading.around.update(dict.fromkeys('"\\'))
+            self.around.update(dict.fromkeys('"\\'))
             return labels | Of.JOINED
-        return reading.changed(labels, seen=node.name in VISIBLE) | given
+        return self.changed(labels, seen=node.name in VISIBLE) | given
 
     def _call(self, node: nodes.Call) -> Of:
-        reading = self._reading
         arguments = [*node.args, *(pair.value for pair in node.kwargs)]
         if node.dyn_args is not None or node.dyn_kwargs is not None:
-            reading.refuse("it calls something with unpacked arguments", node)
+            self.refuse("it calls something with unpacked arguments", node)
         if isinstance(node.node, nodes.Getattr):
             return self._method(node, node.node, arguments)
         if not isinstance(node.node, nodes.Name):
-            reading.refuse("it calls what it has worked out", node)
+            self.refuse("it calls what it has worked out", node)
             return self.all(arguments) | Of.NUMBER
         name = node.node.name
-        if name in reading.macros:
-            return self._call_macro(reading.macros[name], node)
+        if name in self.macros:
+            return self._call_macro(self.macros[name], node)
         labels = self.all(arguments)
         if name in ("namespace", "raise_exception", "dict"):
             return labels
         if name == "strftime_now":
             texts = self.texts(node.args[0]) if node.args else None
             if texts and all(map(_DAY.match, texts)):
-                reading.dated = True
+                self.dated = True
             else:
-                reading.timed = True
-                reading.refuse("it shows the time", node)
+                self.timed = True
+                self.refuse("it shows the time", node)
             return Of.NOTHING
         if name == "range" and not labels & ~Of.TOOLS:
             return labels
-        if name == "caller" and reading.macro:
+        if name == "caller" and self.macro:
             return Of.JOINED
-        reading.refuse(f"it calls `{name}`", node)
+        self.refuse(f"it calls `{name}`", node)
         return labels | Of.NUMBER
 
     def _call_macro(self, macro: nodes.Macro, node: nodes.Call) -> Of:
-        reading = self._reading
-        writing, reading.writing = reading.writing, False
+        writing, self.writing = self.writing, False
         given = [self.value(part) for part in node.args]
-        reading.writing = writing
+        self.writing = writing
         named = {pair.key: self.value(pair.value) for pair in node.kwargs}
         if len(given) > len(macro.args):
-            reading.refuse("it gives a macro more than it takes", node)
-        scopes, reading.scopes = reading.scopes, [0, id(macro)]
+            self.refuse("it gives a macro more than it takes", node)
+        scopes, self.scopes = self.scopes, [0, id(macro)]
         parameters = zip((parameter.name for parameter in macro.args), given, strict=False)
         for name, labels in (*parameters, *named.items()):
-            reading.join(name, labels)
-        reading.scopes = scopes
-        return reading.returns.get(macro.name, Of.NOTHING)
+            self.join(name, labels)
+        self.scopes = scopes
+        return self.returns.get(macro.name, Of.NOTHING)
 
     def _method(self, node: nodes.Call, called: nodes.Getattr, arguments: list[nodes.Expr]) -> Of:
-        reading = self._reading
         labels = self.value(called.node)
         given = self.all(arguments)
         name = called.attr
         if labels & Of.NAMESPACE or (isinstance(called.node, nodes.Name) and called.node.name == "loop"):
-            reading.refuse(f"it calls `{name}`", node)
+            self.refuse(f"it calls `{name}`", node)
             return Of.NUMBER
         if name == "get" and arguments:
             key = _constant(arguments[0])
             if labels & Of.MESSAGE and key is ...:
-                reading.refuse("it reads a key of a message that it has worked out", node)
+                self.refuse("it reads a key of a message that it has worked out", node)
             read = self._item(called.node, key, node) if key is not ... else labels
             return read | self.all(arguments[1:])
         if not labels & ~(Of.TOOLS | CARRIED) and not given & ~Of.TOOLS:
             return labels
         if labels & (Of.MESSAGE | Of.MESSAGES | COUNTED):
             goes_through = name in ("items", "keys", "values")
-            reading.refuse("it goes through all keys of a message" if goes_through else f"it calls `{name}`", node)
+            self.refuse("it goes through all keys of a message" if goes_through else f"it calls `{name}`", node)
             return Of.NUMBER
         if labels & Of.CALL and not labels & TEXT and name in ("items", "keys", "values"):
             return labels
         if labels & (TEXT | Of.CALL):
             return self._text_method(node, name, arguments, labels, given)
-        reading.refuse(f"it calls `{name}`", node)
+        self.refuse(f"it calls `{name}`", node)
         return labels | given | Of.NUMBER
 
     def _text_method(self, node: nodes.Call, name: str, arguments: list[nodes.Expr], labels: Of, given: Of) -> Of:
-        reading = self._reading
         texts = [self.texts(part) for part in arguments]
         if name in TRIMMING:
             characters = "".join(text for literals in texts for text in literals or ())
-            return reading.changed(labels) if None in texts or characters.strip() else labels
+            return self.changed(labels) if None in texts or characters.strip() else labels
         if name in SEARCHING and len(texts) == 1 and texts[0]:
-            reading.look_for(texts[0], labels, node)
+            self.look_for(texts[0], labels, node)
             return labels & CARRIED
         if name in CUTTING and texts and texts[0] and all(texts[0]) and not given:
-            reading.look_for(texts[0], labels, node)
+            self.look_for(texts[0], labels, node)
             return labels
         if name in VISIBLE or name == "replace":
-            return reading.changed(labels, seen=name != "replace")
-        reading.refuse(f"it calls `{name}` of a content", node)
+            return self.changed(labels, seen=name != "replace")
+        self.refuse(f"it calls `{name}` of a content", node)
         return labels | Of.NUMBER
 
 

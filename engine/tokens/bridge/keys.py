@@ -30,7 +30,7 @@ from jinja2 import nodes
 
 from engine.tokens.bridge.expressions import Expressions, calls
 from engine.tokens.bridge.kinds import MARKERS, WRAP, Looked
-from engine.tokens.bridge.reading import CARRIED, COUNTED, TEXT, Of, Reading, Slot
+from engine.tokens.bridge.reading import CARRIED, COUNTED, TEXT, Of, Slot
 from engine.tokens.jinja import make_environment
 
 _MAX_ROUNDS = 12
@@ -81,12 +81,12 @@ def read_template(sources: Sequence[str], variables: Mapping[str, Any], in_parts
 
 @lru_cache(maxsize=64)
 def _read(sources: tuple[str, ...], variables: tuple[tuple[str, Any], ...], in_parts: bool) -> TemplateKeys:
-    by_source = [_Statements(make_environment().parse(source), dict(variables), in_parts).keys for source in sources]
+    readings = [_Statements(make_environment().parse(source), dict(variables), in_parts) for source in sources]
     merged: dict[str, Any] = {}
     for field in TemplateKeys.__struct_fields__:
-        values = [getattr(keys, field) for keys in by_source]
-        lists = isinstance(values[0], tuple)
-        merged[field] = tuple(dict.fromkeys(chain.from_iterable(values))) if lists else any(values)
+        values = [getattr(reading, field) for reading in readings]
+        texts = isinstance(values[0], dict)
+        merged[field] = tuple(dict.fromkeys(chain.from_iterable(values))) if texts else any(values)
     return TemplateKeys(**merged)
 
 
@@ -121,52 +121,45 @@ def _any(patterns: Sequence[str]) -> re.Pattern[str] | None:
     return re.compile("|".join(patterns)) if patterns else None
 
 
-class _Statements:
+class _Statements(Expressions):
     """Goes through the statements of one template."""
 
     def __init__(self, tree: nodes.Template, variables: Mapping[str, Any], in_parts: bool) -> None:
-        self._reading = reading = Reading(tree, variables, in_parts)
-        self._expressions = Expressions(reading)
+        super().__init__(tree, variables, in_parts)
         self._outer: set[str] = set()
         """Namespaces that are made outside of the loops over messages and of macros."""
         self._loop_tests = 0
-        """How many of the reading's `tests` are outside of the innermost loop over messages."""
+        """How many of `tests` are outside of the innermost loop over messages."""
         for _ in range(_MAX_ROUNDS):
-            before = reading.known()
-            reading.literals, reading.equals, reading.whole_because = {}, {}, {}
+            before = self.known()
+            self.literals, self.equals, self.whole_because = {}, {}, {}
             self._statements(tree.body)
-            if reading.known() == before:
+            if self.known() == before:
                 break
         else:
-            reading.whole_because = {"it is too intricate to be read": None}
-        if reading.changes and reading.tests_later:
-            reading.refuse("it writes contents cut or changed, depending on later messages")
-        if reading.writes_latch and any(slot.places for slot in reading.slots.values()):
-            reading.refuse("what it writes for a message depends on earlier messages and on later ones")
-        fields: dict[str, Any] = {}
-        for field in TemplateKeys.__struct_fields__:
-            noted = getattr(reading, field)
-            fields[field] = tuple(noted) if isinstance(noted, dict) else noted
-        self.keys = TemplateKeys(**fields)
+            self.whole_because = {"it is too intricate to be read": None}
+        if self.changes and self.tests_later:
+            self.refuse("it writes contents cut or changed, depending on later messages")
+        if self.writes_latch and any(slot.places for slot in self.slots.values()):
+            self.refuse("what it writes for a message depends on earlier messages and on later ones")
 
     def _statements(self, body: Iterable[nodes.Node]) -> None:
-        reading = self._reading
         for node in body:
             match node:
                 case nodes.Output():
                     for part in node.nodes:
                         self._write(part)
                 case nodes.Assign():
-                    self._assign(node.target, self._expressions.value(node.node), node.node)
+                    self._assign(node.target, self.value(node.node), node.node)
                 case nodes.AssignBlock():
                     self._statements(node.body)
                     outputs = [part for inner in node.body for part in (inner, *inner.find_all(nodes.Output))]
-                    block = self._expressions.all(
+                    block = self.all(
                         part for output in outputs if isinstance(output, nodes.Output) for part in output.nodes
                     )
                     self._assign(node.target, block | Of.JOINED, None)
                     if node.filter is not None:
-                        reading.refuse("it filters a block", node)
+                        self.refuse("it filters a block", node)
                 case nodes.If():
                     self._branches(node)
                 case nodes.For():
@@ -176,54 +169,53 @@ class _Statements:
                 case nodes.CallBlock() if isinstance(node.call.node, nodes.ExtensionAttribute):
                     self._statements(node.body)
                 case nodes.ExprStmt():
-                    self._expressions.value(node.node)
+                    self.value(node.node)
                 case nodes.Continue() | nodes.Break():
-                    reading.tests_later |= bool(reading.condition() & Of.LATER)
-                    if any(loop & Of.MESSAGES for loop, _ in reading.loops[-1:]):
-                        reading.refuse("it leaves a loop over messages", node)
+                    self.tests_later |= bool(self.condition() & Of.LATER)
+                    if any(loop & Of.MESSAGES for loop, _ in self.loops[-1:]):
+                        self.refuse("it leaves a loop over messages", node)
                 case nodes.Scope():
                     self._statements(node.body)
                 case _:
-                    reading.refuse(f"it has a {type(node).__name__.lower()}, which is not read", node)
+                    self.refuse(f"it has a {type(node).__name__.lower()}, which is not read", node)
 
     def _write(self, node: nodes.Expr) -> None:
-        reading = self._reading
         if isinstance(node, nodes.TemplateData):
             written = Of.NOTHING
         else:
-            reading.writing = True
-            written = self._expressions.value(node)
-            reading.writing = False
+            self.writing = True
+            written = self.value(node)
+            self.writing = False
             if written & COUNTED:
-                reading.refuse("it writes a number that depends on the conversation", node)
+                self.refuse("it writes a number that depends on the conversation", node)
             if written & (Of.MESSAGES | Of.MESSAGE):
-                reading.refuse("it writes a message as a whole", node)
+                self.refuse("it writes a message as a whole", node)
         if written & Of.PART:
             written = written & ~Of.PART | Of.CONTENT
-        condition = reading.condition()
+        condition = self.condition()
         if calls(node, "raise_exception"):
             return
-        reading.writes_latch |= bool((condition | written) & Of.LATCH)
+        self.writes_latch |= bool((condition | written) & Of.LATCH)
         if condition & Of.STATE or (written & Of.STATE and not written & TEXT):
-            reading.refuse("what it writes for a message depends on a state that earlier messages left", node)
-        if reading.macro:
+            self.refuse("what it writes for a message depends on a state that earlier messages left", node)
+        if self.macro:
             if text := getattr(node, "data", "") or (isinstance(node, nodes.Const) and node.value):
-                reading.around[str(text)] = None
+                self.around[str(text)] = None
                 written |= Of.JOINED
-            reading.returns[reading.macro] |= written | condition
+            self.returns[self.macro] |= written | condition
 
     def _branches(self, node: nodes.If) -> None:
         rest: list[nodes.Node] = node.else_
         if node.elif_:
             first, *others = node.elif_
             rest = [nodes.If(first.test, first.body, others, node.else_, lineno=first.lineno)]
-        outcome = self._expressions.outcome(node.test)
+        outcome = self.outcome(node.test)
         if outcome is not None:
             self._statements(node.body if outcome else rest)
         elif not self._is_alternation(node):
-            labels = self._expressions.test(node.test)
+            labels = self.test(node.test)
             for holds, body in ((True, node.body), (False, rest)):
-                with self._reading.under(node.test, holds, labels):
+                with self.under(node.test, holds, labels):
                     self._statements(body)
 
     def _is_alternation(self, node: nodes.If) -> bool:
@@ -239,101 +231,97 @@ class _Statements:
             isinstance(left, nodes.Compare) and isinstance(right, nodes.Compare) and isinstance(right.expr, nodes.Mod)
         ):
             return False
-        number, modulus = self._expressions.number(right.expr.left), right.expr.right
+        number, modulus = self.number(right.expr.left), right.expr.right
         is_odd = number is not None and number[0] == "place" and isinstance(modulus, nodes.Const) and modulus.value == 2
-        return is_odd and not self._expressions.value(left)
+        return is_odd and not self.value(left)
 
     def _for(self, node: nodes.For) -> None:
-        reading = self._reading
-        item = labels = self._expressions.value(node.iter)
+        item = labels = self.value(node.iter)
         part = node.iter.arg if isinstance(node.iter, nodes.Getitem) else None
         backwards = isinstance(part, nodes.Slice) and part.step is not None
         if labels & Of.MESSAGES:
-            if any(loop & Of.MESSAGES for loop, _ in reading.loops):
-                reading.refuse("it goes through the messages again for each message", node)
-            if reading.macro:
-                reading.refuse("a macro goes through the messages", node)
+            if any(loop & Of.MESSAGES for loop, _ in self.loops):
+                self.refuse("it goes through the messages again for each message", node)
+            if self.macro:
+                self.refuse("a macro goes through the messages", node)
             if node.test is not None:
-                reading.refuse("it leaves out messages in a loop over them", node)
+                self.refuse("it leaves out messages in a loop over them", node)
             item = Of.MESSAGE
-        elif labels & Of.CONTENT and reading.has_parts(node.iter):
+        elif labels & Of.CONTENT and self.has_parts(node.iter):
             item = Of.PART
         elif labels & COUNTED:
-            reading.refuse("it repeats something as many times as the conversation says", node)
+            self.refuse("it repeats something as many times as the conversation says", node)
         if node.recursive:
-            reading.refuse("it has a recursive loop", node)
-        reading.scopes.append(id(node))
+            self.refuse("it has a recursive loop", node)
+        self.scopes.append(id(node))
         self._assign(node.target, item, None)
-        reading.loops.append((labels, backwards))
+        self.loops.append((labels, backwards))
         if node.test is not None:
-            self._expressions.test(node.test)
-        with reading.under(node.iter, True, labels & CARRIED):
+            self.test(node.test)
+        with self.under(node.iter, True, labels & CARRIED):
             before = self._loop_tests
             if labels & Of.MESSAGES:
-                self._loop_tests = len(reading.tests)
+                self._loop_tests = len(self.tests)
             self._statements(node.body)
             self._loop_tests = before
-        reading.loops.pop()
-        reading.scopes.pop()
+        self.loops.pop()
+        self.scopes.pop()
         self._statements(node.else_)
 
     def _define(self, node: nodes.Macro) -> None:
-        reading = self._reading
-        outside = reading.macro, reading.scopes, reading.loops, reading.tests
-        reading.macro, reading.scopes = node.name, [0, id(node)]
-        reading.returns.setdefault(node.name, Of.NOTHING)
+        outside = self.macro, self.scopes, self.loops, self.tests
+        self.macro, self.scopes = node.name, [0, id(node)]
+        self.returns.setdefault(node.name, Of.NOTHING)
         for parameter, value in zip(node.args[len(node.args) - len(node.defaults) :], node.defaults, strict=True):
-            reading.join(parameter.name, self._expressions.value(value))
-        reading.loops, reading.tests = [], []
+            self.join(parameter.name, self.value(value))
+        self.loops, self.tests = [], []
         self._statements(node.body)
-        reading.macro, reading.scopes, reading.loops, reading.tests = outside
+        self.macro, self.scopes, self.loops, self.tests = outside
 
     # --- assignments ----------------------------------------------------------------------------------------
 
     def _assign(self, target: nodes.Node, labels: Of, value: nodes.Node | None) -> None:
-        reading = self._reading
         if isinstance(target, nodes.Tuple):
             for item in target.items:
                 self._assign(item, labels, None)
             return
-        labels |= reading.condition()
+        labels |= self.condition()
         if isinstance(target, nodes.NSRef):
             self._assign_attribute(target, labels, value)
             return
         assert isinstance(target, nodes.Name)
-        key = (reading.scopes[-1], target.name)
+        key = (self.scopes[-1], target.name)
         if calls(value, "namespace"):
-            reading.join(target.name, Of.NAMESPACE)
-            if not reading.in_messages():
+            self.join(target.name, Of.NAMESPACE)
+            if not self.in_messages():
                 self._outer.add(target.name)
             for pair in value.kwargs:
-                reading.set_attribute(pair.key, self._expressions.value(pair.value))
+                self.set_attribute(pair.key, self.value(pair.value))
             return
-        number = self._expressions.number(value)
+        number = self.number(value)
         if number is not None or labels & Of.PLACE:
-            earlier = reading.numbers.get(key, number)
-            reading.numbers[key] = number if earlier == number else None
-        reading.join(target.name, labels)
+            earlier = self.numbers.get(key, number)
+            self.numbers[key] = number if earlier == number else None
+        self.join(target.name, labels)
 
     def _assign_attribute(self, target: nodes.NSRef, labels: Of, value: nodes.Node | None) -> None:
-        reading = self._reading
-        if not (reading.in_messages() and reading.scope(target.name) == 0 and target.name in self._outer):
-            if reading.loops and isinstance(value, nodes.Add | nodes.Sub | nodes.Mul):
+        if not (self.in_messages() and self.scope(target.name) == 0 and target.name in self._outer):
+            if self.loops and isinstance(value, nodes.Add | nodes.Sub | nodes.Mul):
                 sides = (value.left, value.right)
                 if any(isinstance(side, nodes.Const) and isinstance(side.value, int | float) for side in sides):
                     labels |= Of.NUMBER  # it is added up, in a loop whose length no kind tells
-            reading.set_attribute(target.attr, labels)
+            self.set_attribute(target.attr, labels)
             return
-        slot = reading.slots.setdefault(target.attr, Slot())
-        number = self._expressions.number(value)
+        slot = self.slots.setdefault(target.attr, Slot())
+        number = self.number(value)
         if isinstance(value, nodes.Const):
             slot.constants.add((type(value.value), value.value))
-            slot.other = slot.other or reading.depends_on_other_slots(target.attr)
-            slot.reset |= not reading.macro and not reading.tests[self._loop_tests :] and len(reading.loops) == 1
-        elif number is not None and number[0] == "place" and number[1] in (0, 1) and reading.is_of_a_user():
+            slot.other = slot.other or self.depends_on_other_slots(target.attr)
+            slot.reset |= not self.macro and not self.tests[self._loop_tests :] and len(self.loops) == 1
+        elif number is not None and number[0] == "place" and number[1] in (0, 1) and self.is_of_a_user():
             slot.places = True
         elif labels & TEXT and not labels & (COUNTED | Of.STATE):
-            reading.set_attribute(target.attr, labels | Of.STATE)
+            self.set_attribute(target.attr, labels | Of.STATE)
             return
         else:
             slot.other = True
