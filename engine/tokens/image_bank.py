@@ -27,7 +27,7 @@ from engine.errors import ImageError
 from engine.processes.worker import WorkerPool, default_processes
 from engine.schemas.base import Struct
 from engine.tokens.images import EncodedImage, ProcessedImage, Tensors
-from engine.tokens.vision_families import FloatImage, PreparedImage
+from engine.tokens.vision_families import PreparedImage, kept_tensors
 
 if TYPE_CHECKING:
     from engine.tokens.pixels import Recipe
@@ -127,14 +127,7 @@ class ImageBank:
         Raises:
             ImageError: As in `source`.
         """
-        with self._lock:
-            uri = self._uris.get(digest)
-        if uri is None:
-            source = self.source(digest)
-            uri = f"data:{source.mime};base64,{b64encode(source.data).decode()}"
-            with self._lock:
-                self._uris.put(digest, uri, len(uri))
-        return uri
+        return self._uri(digest, self._uris, self.source)
 
     def scaled_uri(self, digest: str) -> str:
         """An image as the processor scales it, as a PNG `data:` URI; encoded once. See `ImageProcessing.scaled`.
@@ -142,12 +135,19 @@ class ImageBank:
         Raises:
             ImageError: The processor refuses the image or its scaled copy, or the image is missing.
         """
+        scale = self._processing.scaled
+        return self._uri(
+            digest, self._scaled, lambda digest: EncodedImage(data=scale(self.source(digest).data), mime="image/png")
+        )
+
+    def _uri(self, digest: str, uris: RecentlyUsed[str], encoded: Callable[[str], EncodedImage]) -> str:
         with self._lock:
-            uri = self._scaled.get(digest)
+            uri = uris.get(digest)
         if uri is None:
-            uri = f"data:image/png;base64,{b64encode(self._processing.scaled(self.source(digest).data)).decode()}"
+            image = encoded(digest)
+            uri = f"data:{image.mime};base64,{b64encode(image.data).decode()}"
             with self._lock:
-                self._scaled.put(digest, uri, len(uri))
+                uris.put(digest, uri, len(uri))
         return uri
 
     def is_scaled(self, digest: str) -> bool:
@@ -195,23 +195,19 @@ class ImageBank:
             with self._lock:
                 prepared = self._prepared.get(digest)
             if prepared is None:
-                made = self._made(digest)
-                prepared = FloatImage(made) if made is not None else self._made_ahead(digest) or self._make(digest)
+                prepared = self._make(digest)
                 self._keep(digest, prepared)
         return prepared
 
-    def _made_ahead(self, digest: str) -> PreparedImage | None:
-        pixels = self._ahead.take(digest)
-        if pixels is None:
-            return None
-        self.processed += 1
-        return self._processing.arrange(pixels, self.picture(digest).grid)
-
     def _make(self, digest: str) -> PreparedImage:
+        if (made := self._made(digest)) is not None:
+            return kept_tensors(made)
+        self.processed += 1
+        if (pixels := self._ahead.take(digest)) is not None:
+            return self._processing.arrange(pixels, self.picture(digest).grid)
         began = time.perf_counter()
         prepared = self._processing.make(digest, self.source(digest).data)
         self._seconds += time.perf_counter() - began
-        self.processed += 1
         return prepared
 
     def _keep(self, digest: str, prepared: PreparedImage) -> None:

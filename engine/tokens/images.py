@@ -12,7 +12,6 @@ import stat
 import time
 import warnings
 from base64 import b64decode
-from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -80,7 +79,7 @@ def read_reference(part: ImagePart, blame: Blame) -> bytes:
                 raise ValueError(f"it is larger than {MAX_BYTES >> 20} MiB")
             data = b64decode(body, validate=True) if head.endswith(";base64") else unquote_to_bytes(body)
         elif blame == "spec" and reference.startswith(("http://", "https://")):
-            data = download(reference, MAX_BYTES)
+            data = _downloaded(reference)
         elif "://" in reference and not reference.startswith("file://"):
             raise ValueError("images are given by path, file:// or data: URI; download it, and give its bytes")
         else:
@@ -164,16 +163,8 @@ _ATTEMPTS = 3
 _REDIRECTS = 5
 
 
-def download(url: str, most: int) -> bytes:
-    """The body of a URL.
-
-    Args:
-        url: `http://` or `https://`.
-        most: Largest size, in bytes.
-
-    Raises:
-        ValueError: The server refuses, fails `_ATTEMPTS` times, or sends more.
-    """
+def _downloaded(url: str) -> bytes:
+    """The body of a URL. Raises: ValueError: the server refuses, fails `_ATTEMPTS` times, or sends too much."""
     import httpx
 
     problem = ""
@@ -184,19 +175,15 @@ def download(url: str, most: int) -> bytes:
             try:
                 with client.stream("GET", url) as reply:
                     if reply.status_code == 200:
-                        return _body(reply.iter_bytes(), most)
+                        body = bytearray()
+                        for piece in reply.iter_bytes():
+                            body += piece
+                            if len(body) > MAX_BYTES:
+                                raise ValueError(f"it is larger than {MAX_BYTES >> 20} MiB")
+                        return bytes(body)
                     problem = f"the server replies {reply.status_code} {reply.reason_phrase}".rstrip()
                     if reply.status_code < 500 and reply.status_code != 429:
                         break
             except (httpx.HTTPError, httpx.InvalidURL) as error:
                 problem = f"{type(error).__name__}: {error}"
     raise ValueError(problem)
-
-
-def _body(pieces: Iterator[bytes], most: int) -> bytes:
-    body = bytearray()
-    for piece in pieces:
-        body += piece
-        if len(body) > most:
-            raise ValueError(f"it is larger than {most >> 20} MiB")
-    return bytes(body)

@@ -16,8 +16,8 @@ from engine.tokens.patches import patched, template_hash
 from engine.tokens.plain_tokenizer import read_plain
 from engine.tokens.template import ChatTemplate
 from engine.tokens.tokenizer import FastTokenizer
-from engine.tokens.vision import load_vision
-from engine.tokens.vision_families import FAMILIES
+from engine.tokens.vision import Vision
+from engine.tokens.vision_families import FAMILIES, family_of
 
 
 def load_format(model: ModelSpec, base: Path) -> ChatTemplate:
@@ -42,7 +42,8 @@ def load_format(model: ModelSpec, base: Path) -> ChatTemplate:
     context = model.context or (int(limit) if limit and limit < 1 << 24 else None)
     ends = _json(folder / "generation_config.json").get("eos_token_id")
     eos = [int(id_) for id_ in ([ends] if isinstance(ends, int) else ends or [])]
-    vision = load_vision(folder, config, fast, model)
+    family = family_of(config)
+    vision = None if family is None else Vision(family, folder, fast, model)
     chat_format: ChatTemplate
     if model.renderer in ("auto", "template"):
         template = _load_template(fast, model)

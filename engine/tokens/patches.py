@@ -16,15 +16,6 @@ from engine.errors import RenderError
 from engine.schemas.base import Struct
 
 
-class Edit(Struct, frozen=True, kw_only=True):
-    """One replacement in a template's source."""
-
-    find: str
-    put: str
-    times: int = 1
-    """How often `find` occurs."""
-
-
 class Patch(Struct, frozen=True, kw_only=True):
     """A patch of some templates."""
 
@@ -33,7 +24,8 @@ class Patch(Struct, frozen=True, kw_only=True):
     """The defect, and what the patch changes."""
     hashes: dict[str, str]
     """`template_hash` of each template -> the models that have it."""
-    edits: tuple[Edit, ...]
+    edits: dict[str, str]
+    """Text of the template -> what takes its place, wherever it occurs."""
 
 
 _QWEN3 = {
@@ -50,20 +42,20 @@ PATCHES: tuple[Patch, ...] = (
         name="keep-thinking",
         about=_KEEP,
         hashes=_QWEN3,
-        edits=(Edit(find="loop.index0 > ns.last_query_index", put="reasoning_content"),),
+        edits={"loop.index0 > ns.last_query_index": "reasoning_content"},
     ),
     Patch(
         name="keep-thinking",
         about=f"{_KEEP} The generation prompt of these models opens the reasoning, so every reply is shown with its "
         "markers.",
         hashes={"a4aee8afcf2e0711": "Qwen3.5, thinking", "273d8e0e683b8850": "Qwen3.5, not thinking"},
-        edits=(Edit(find="loop.index0 > ns.last_query_index", put="true"),),
+        edits={"loop.index0 > ns.last_query_index": "true"},
     ),
     Patch(
         name="keep-thinking",
         about=_KEEP,
         hashes={"44f815868bf02fa4": "GLM-4-MoE"},
-        edits=(Edit(find="loop.index0 > ns.last_user_index and reasoning_content", put="reasoning_content"),),
+        edits={"loop.index0 > ns.last_user_index and reasoning_content": "reasoning_content"},
     ),
     Patch(
         name="empty-thinking",
@@ -71,15 +63,12 @@ PATCHES: tuple[Patch, ...] = (
         "earlier replies are shown without, so "
         "each turn begins a branch. Earlier replies are shown with it.",
         hashes=_QWEN3,
-        edits=(
-            Edit(
-                find="'<|im_start|>' + message.role + '\\n' + content }}",
-                put="'<|im_start|>' + message.role + '\\n' + ('<think>\\n\\n</think>\\n\\n' if enable_thinking is "
-                "defined and enable_thinking is "
-                "false else '') + content }}",
-                times=2,
+        edits={
+            "'<|im_start|>' + message.role + '\\n' + content }}": (
+                "'<|im_start|>' + message.role + '\\n' + ('<think>\\n\\n</think>\\n\\n' if enable_thinking is defined "
+                "and enable_thinking is false else '') + content }}"
             ),
-        ),
+        },
     ),
     Patch(
         name="orphan-think",
@@ -87,13 +76,12 @@ PATCHES: tuple[Patch, ...] = (
         "their reasoning. Replies are shown as "
         "they were sampled, behind the `<think>` of the prompt.",
         hashes={"56a1447ad31926fd": "DeepSeek-R1-Distill", "563b1ce7d61d50a9": "DeepSeek-R1"},
-        edits=(
-            Edit(
-                find="{% if '</think>' in content %}{% set content = content.split('</think>')[-1] %}{% endif %}",
-                put="{% if '</think>' in content and not content.startswith('<think>') %}{% set content = '<think>\\n' "
-                "+ content %}{% endif %}",
+        edits={
+            "{% if '</think>' in content %}{% set content = content.split('</think>')[-1] %}{% endif %}": (
+                "{% if '</think>' in content and not content.startswith('<think>') %}{% set content = '<think>\\n' + "
+                "content %}{% endif %}"
             ),
-        ),
+        },
     ),
     Patch(
         name="tool-calls",
@@ -101,14 +89,13 @@ PATCHES: tuple[Patch, ...] = (
         "`<｜tool▁outputs▁begin｜>` only for the first reply with "
         "calls of a conversation. Arguments are written as JSON, and both marks for each reply.",
         hashes={"563b1ce7d61d50a9": "DeepSeek-R1"},
-        edits=(
-            Edit(find=_ARGUMENTS, put=f"({_ARGUMENTS} if {_ARGUMENTS} is string else {_ARGUMENTS} | tojson)", times=3),
-            Edit(
-                find="'tool_calls' in message %}{%- set ns.is_tool = false -%}",
-                put="'tool_calls' in message %}{%- set ns.is_tool = false -%}{%- set ns.is_first = false -%}{%- set "
-                "ns.is_output_first = true -%}",
+        edits={
+            _ARGUMENTS: f"({_ARGUMENTS} if {_ARGUMENTS} is string else {_ARGUMENTS} | tojson)",
+            "'tool_calls' in message %}{%- set ns.is_tool = false -%}": (
+                "'tool_calls' in message %}{%- set ns.is_tool = false -%}{%- set ns.is_first = false -%}"
+                "{%- set ns.is_output_first = true -%}"
             ),
-        ),
+        },
     ),
 )
 
@@ -153,8 +140,6 @@ def patched(source: str, wanted: bool | Sequence[str]) -> tuple[str, list[str]]:
             raise RenderError(f"model.template_patches: `{name}` {why} (hash {template_hash(source)}){of}")
     chosen = [patch for patch in patches if wanted is True or patch.name in wanted]
     for patch in chosen:
-        for edit in patch.edits:
-            if source.count(edit.find) != edit.times:
-                raise AssertionError(f"{patch.name}: {edit.find!r} occurs {source.count(edit.find)} times")
-            source = source.replace(edit.find, edit.put)
+        for text, other in patch.edits.items():
+            source = source.replace(text, other)
     return source, [patch.name for patch in chosen]

@@ -51,9 +51,7 @@ _SLACK = 32
 
 
 def _grown(buffer: np.ndarray, used: int, more: int) -> np.ndarray:
-    """`buffer` with room for `more` elements after the first `used`: itself, or a copy that is half as large again."""
-    if used + more <= len(buffer):
-        return buffer
+    """A copy of a buffer, half as large again as `more` elements after the first `used` need."""
     room = used + more
     larger = np.empty(room + room // 2 + _SLACK, buffer.dtype)
     larger[:used] = buffer[:used]

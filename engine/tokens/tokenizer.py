@@ -6,7 +6,7 @@ not offered: `renderers` then encodes a message in one pass, and skips the attri
 
 Users, environments, tools and the model itself may write `<|im_end|>` or `<think>`. A tokenizer reads such text as the
 token, so such text could end a message, open another role or fake the model's reasoning. It is quoted before a chat
-template gets it (`Quoting`), and encoded as plain text (`LiteralEncoder`). A quoted text has one `MARK` after the first
+template gets it (`Quoting`), and encoded as plain text. A quoted text has one `MARK` after the first
 character of each added token that it spells; a `MARK` that was there before is doubled. A template copies a quoted text
 like any other text, and finds no token in it. The ids of a rendered text with quoted parts are those of the text
 itself, except that quoted tokens are encoded as any other text. A tokenizer that cannot do that is refused.
@@ -103,72 +103,11 @@ def _doubled(text: str) -> str:
     return text.replace(MARK, MARK + MARK)
 
 
-class LiteralEncoder:
-    """Encodes texts with quoted parts.
-
-    Args:
-        backend: The `tokenizers.Tokenizer`.
-        added: Its added tokens, text -> id.
-    """
-
-    def __init__(self, backend: Any, added: dict[str, int]) -> None:
-        self._backend = backend
-        self._added = frozenset(added.values())
-        self._probe = next((token for token in added if token.strip()), "")
-
-    @cached_property
-    def _plain(self) -> Callable[[str], list[int]]:
-        """An encoder without added tokens."""
-        from tokenizers import Tokenizer
-
-        plain = Tokenizer(self._backend.model)  # shares the model, has no added tokens
-        if self._backend.normalizer is not None:
-            plain.normalizer = self._backend.normalizer
-        if self._backend.pre_tokenizer is not None:
-            plain.pre_tokenizer = self._backend.pre_tokenizer
-
-        def encode(text: str) -> list[int]:
-            return list(plain.encode(text, add_special_tokens=False).ids)
-
-        with_token = self._backend.encode(f"{self._probe}to be, or", add_special_tokens=False).ids
-        if with_token[1:] != encode("to be, or"):
-            raise self._refusal("it encodes a text after an added token differently from the text alone")
-        return encode
-
-    @staticmethod
-    def _refusal(why: str) -> RenderError:
-        return RenderError(
-            "text in the conversation spells a special token, and this tokenizer cannot encode it as plain text: "
-            f"{why}; set `model.allow_special: true` if such text may become special tokens"
-        )
-
-    def encode(self, text: str) -> list[int]:
-        """The ids of a text with quoted parts.
-
-        Raises:
-            RenderError: This tokenizer cannot encode them as plain text.
-        """
-        encoding = self._backend.encode(text, add_special_tokens=False)
-        ids: list[int] = []
-        begin = 0
-        taken = 0
-        offsets = encoding.offsets
-        for index, id_ in [*enumerate(encoding.ids), (len(offsets), -1)]:
-            if id_ != -1 and id_ not in self._added:
-                continue
-            start, end = (len(text), len(text)) if id_ == -1 else offsets[index]
-            between = text[begin:start]
-            if MARK in between:
-                plain = self._plain(unquote(between))
-                if not self._added.isdisjoint(plain):
-                    raise self._refusal("its vocabulary holds that text as one piece")
-                ids += plain
-            else:
-                ids += encoding.ids[taken:index]
-            if id_ != -1:
-                ids.append(id_)
-            begin, taken = end, index + 1
-        return ids
+def _refusal(why: str) -> RenderError:
+    return RenderError(
+        f"text in the conversation spells a special token, and this tokenizer cannot encode it as plain text: {why}; "
+        "set `model.allow_special: true` if such text may become special tokens"
+    )
 
 
 class FastTokenizer:
@@ -180,7 +119,7 @@ class FastTokenizer:
 
     def __init__(self, tokenizer: Any) -> None:
         self.full = tokenizer
-        self._backend = getattr(tokenizer, "backend_tokenizer", None)
+        self._backend: Any = getattr(tokenizer, "backend_tokenizer", None)
         self._vocab: dict[str, int] = tokenizer.get_vocab()
         self._memory: dict[str, list[int]] = {}
         self._borders: dict[str, bool] = {}
@@ -218,12 +157,20 @@ class FastTokenizer:
         return Quoting(self.added)
 
     @cached_property
-    def _literal(self) -> LiteralEncoder:
-        if self._backend is None:
-            raise RenderError(
-                "text in the conversation spells a special token; this tokenizer cannot encode it as plain text"
-            )
-        return LiteralEncoder(self._backend, self.added)
+    def _plain(self) -> Any:
+        """The `tokenizers.Tokenizer` without added tokens."""
+        from tokenizers import Tokenizer
+
+        plain = Tokenizer(self._backend.model)  # shares the model
+        if self._backend.normalizer is not None:
+            plain.normalizer = self._backend.normalizer
+        if self._backend.pre_tokenizer is not None:
+            plain.pre_tokenizer = self._backend.pre_tokenizer
+        probe = next((token for token in self.added if token.strip()), "")
+        with_token = self._backend.encode(f"{probe}to be, or", add_special_tokens=False).ids
+        if with_token[1:] != plain.encode("to be, or", add_special_tokens=False).ids:
+            raise _refusal("it encodes a text after an added token differently from the text alone")
+        return plain
 
     def borders(self, text: str) -> list[str]:
         """Added tokens in a text at which it is always split first, whatever is put around it.
@@ -249,7 +196,7 @@ class FastTokenizer:
     def encode(self, text: str, *_: Any, **__: Any) -> list[int]:
         """Text -> ids, with no token added; quoted parts as plain text (see above)."""
         if MARK in text:
-            return self._literal.encode(text)
+            return self._encode_quoted(text)
         if len(text) > _SHORT:
             return self._encode(text)
         ids = self._memory.get(text)
@@ -258,6 +205,37 @@ class FastTokenizer:
             if len(self._memory) < _REMEMBERED:
                 self._memory[text] = ids
         return ids.copy()
+
+    def _encode_quoted(self, text: str) -> list[int]:
+        """The ids of a text with quoted parts.
+
+        Raises:
+            RenderError: This tokenizer cannot encode them as plain text.
+        """
+        if self._backend is None:
+            raise RenderError(
+                "text in the conversation spells a special token; this tokenizer cannot encode it as plain text"
+            )
+        encoding = self._backend.encode(text, add_special_tokens=False)
+        ids: list[int] = []
+        begin = taken = 0
+        offsets = encoding.offsets
+        for index, id_ in [*enumerate(encoding.ids), (len(offsets), -1)]:
+            if id_ != -1 and id_ not in self.added_ids:
+                continue
+            start, end = (len(text), len(text)) if id_ == -1 else offsets[index]
+            between = text[begin:start]
+            if MARK in between:
+                plain = self._plain.encode(unquote(between), add_special_tokens=False).ids
+                if not self.added_ids.isdisjoint(plain):
+                    raise _refusal("its vocabulary holds that text as one piece")
+                ids += plain
+            else:
+                ids += encoding.ids[taken:index]
+            if id_ != -1:
+                ids.append(id_)
+            begin, taken = end, index + 1
+        return ids
 
     def _encode(self, text: str) -> list[int]:
         if self._ascii is not None and len(text) <= _LONG and text.isascii():

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -26,14 +26,12 @@ from engine.tokens.image_bank import ImageBank
 from engine.tokens.images import ProcessedImage, Tensors, open_pixels
 from engine.tokens.pixels import MODES, Recipe, open_file, scaled_pixels
 from engine.tokens.vision_families import (
-    ByteImage,
-    FloatImage,
     ImagePlan,
     PreparedImage,
     SizedImages,
     VisionFamily,
     checked,
-    family_of,
+    kept_tensors,
 )
 
 if TYPE_CHECKING:
@@ -51,7 +49,7 @@ class PlacedImage(NamedTuple):
 
 
 class Vision:
-    """The images of one model. Made by `load_vision`; shared by all episodes.
+    """The images of one model. Shared by all episodes.
 
     Raises:
         RenderError: the tokenizer lacks a token that stands for images of this model.
@@ -185,22 +183,6 @@ class Vision:
         return [(np.asarray(row) == self.placeholder_id).astype(int).tolist() for row in ids]
 
 
-def load_vision(folder: Path, config: dict[str, Any], tokenizer: FastTokenizer, spec: ModelSpec) -> Vision | None:
-    """The vision of a model; None for one without images. Loads neither processor nor weights.
-
-    Args:
-        folder: The model's files.
-        config: Its config.json.
-        tokenizer: Its tokenizer.
-        spec: The spec's `model`.
-
-    Raises:
-        RenderError: The model takes images, but its tokenizer lacks the tokens for them.
-    """
-    family = family_of(config)
-    return None if family is None else Vision(family, folder, tokenizer, spec)
-
-
 class ImageProcessing:
     """How the images of one model are processed. Safe to call from several threads.
 
@@ -287,7 +269,8 @@ class ImageProcessing:
         """What is kept of pixels that were scaled by `recipe`, uint8 [tiles, height, width, 3]."""
         sized = self.sized
         assert sized is not None
-        return ByteImage(sized, sized.arrange(pixels), grid)
+        values = sized.arrange(pixels)
+        return PreparedImage(values.nbytes, partial(sized.tensors, values, grid))
 
     def _plan(self, size: tuple[int, int], mode: str = "RGB") -> ImagePlan | None:
         """What becomes of an image, from its size and Pillow's mode of its pixels; None if only the processor knows.
@@ -307,7 +290,7 @@ class ImageProcessing:
             tensors, text, grid, wanted = self.family.process(self.processor, image)
         except (ValueError, TypeError, ZeroDivisionError, OSError) as error:
             raise _refused(image.size, error) from error
-        return self._expansion(digest, text, grid, wanted), FloatImage(tensors)
+        return self._expansion(digest, text, grid, wanted), kept_tensors(tensors)
 
     def _expansion(self, digest: str, text: str, grid: tuple[int, ...], wanted: int) -> ProcessedImage:
         ids = self._ids.get(grid)

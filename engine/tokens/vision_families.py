@@ -16,11 +16,12 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import structlog
@@ -226,43 +227,20 @@ SizedImages = QwenSizes | TiledSizes
 """A processor whose results follow from an image's size and pixels."""
 
 
-class ByteImage:
-    """An image's scaled pixels as bytes: an eighth of the tensors of Qwen-VL, a quarter of those of Idefics3."""
+class PreparedImage(NamedTuple):
+    """What is kept of an image for the forward pass: its scaled pixels as bytes, which are an eighth of the tensors of
+    Qwen-VL and a quarter of those of Idefics3, or the tensors themselves."""
 
-    def __init__(self, sized: SizedImages, values: np.ndarray, grid: tuple[int, ...]) -> None:
-        """`values`: uint8 [rows, 3, values], of `QwenSizes.arrange`."""
-        self._sized, self._values, self._grid = sized, values, grid
-
-    @property
-    def nbytes(self) -> int:
-        """Size in memory."""
-        return self._values.nbytes
-
-    def tensors(self) -> Tensors:
-        """See `FloatImage.tensors`; `pixel_values` has float32 [patches, values] or [tiles, 3, height, width]."""
-        return self._sized.tensors(self._values, self._grid)
+    nbytes: int
+    """Size in memory."""
+    tensors: Callable[[], Tensors]
+    """Inputs of the forward pass: `pixel_values`, float32 [patches, values] or [tiles, 3, height, width], and what goes
+    with it."""
 
 
-class FloatImage:
-    """The tensors themselves."""
-
-    def __init__(self, tensors: Tensors) -> None:
-        """`tensors`: arrays in the shapes of `VisionFamily.process`, such as float32 [patches, values]."""
-        self._tensors = tensors
-
-    @property
-    def nbytes(self) -> int:
-        """Size in memory."""
-        return sum(array.nbytes for array in self._tensors.values())
-
-    def tensors(self) -> Tensors:
-        """Inputs of the forward pass: `pixel_values`, float32 [patches, values] or [tiles, 3, height, width], and what
-        goes with it."""
-        return self._tensors
-
-
-PreparedImage = ByteImage | FloatImage
-"""What is kept of an image for the forward pass."""
+def kept_tensors(tensors: Tensors) -> PreparedImage:
+    """`tensors`: arrays in the shapes of `VisionFamily.process`, such as float32 [patches, values]."""
+    return PreparedImage(sum(array.nbytes for array in tensors.values()), partial(dict, tensors))
 
 
 class VisionFamily(ABC):
@@ -289,14 +267,15 @@ class VisionFamily(ABC):
         # transformers 5.10 exports it only beside torchvision
         from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
-        def begin(processor: Any, image_processor: Any, tokenizer: Any) -> None:
-            self._begin(processor, image_processor, tokenizer)
-
         # in transformers 5.3 a processor of Pillow and numpy is one that is not fast
         pil = {"backend": "pil"} if find_spec("transformers.image_processing_backends") else {"use_fast": False}
         module, name = _MODULES.get(self.kind, self.kind), _PROCESSORS[self.kind]
         base = getattr(import_module(f"transformers.models.{module}.processing_{module}"), name)
-        image_only = type(f"ImageOnly{name}", (base,), {"__init__": begin})  # it has the parts that `__init__` names
+        # it has the parts that `__init__` names
+        begin = {
+            "__init__": lambda processor, image_processor, tokenizer: self._begin(processor, image_processor, tokenizer)
+        }
+        image_only = type(f"ImageOnly{name}", (base,), begin)
         return image_only(AutoImageProcessor.from_pretrained(folder, trust_remote_code=False, **pil), tokenizer)
 
     @abstractmethod
@@ -440,33 +419,24 @@ def family_of(config: dict[str, Any]) -> VisionFamily | None:
 
 def checked(family: VisionFamily, processor: Any) -> SizedImages | None:
     """A processor's results by size, compared with its own; None if they differ, or cannot be had."""
+    from PIL import Image
+
     try:
-        sized = family.sizes(processor)
-        for image in _samples():
-            plan = sized.plan(*image.size)
-            tensors, text, grid, placeholders = family.process(processor, image)
+        sized, draw = family.sizes(processor), np.random.default_rng(0)
+        for width, height, mode in _CHECKED:
+            image = Image.fromarray(draw.integers(0, 256, (height, width, 4), np.uint8), "RGBA").convert(mode)
+            plan = sized.plan(width, height)
+            tensors, *others = family.process(processor, image)
             by_size = sized.tensors(sized.arrange(scaled_pixels(image, plan.recipe)), plan.grid)
-            same = (plan.grid, plan.text, plan.placeholders) == (
-                grid,
-                text,
-                placeholders,
-            ) and by_size.keys() == tensors.keys()
-            for name, wanted in tensors.items() if same else ():
-                same &= by_size[name].dtype == wanted.dtype and np.array_equal(by_size[name], wanted)
-            if not same:
-                raise ValueError(f"an image of {image.size[0]} x {image.size[1]} pixels differs")
+            same = [plan.text, plan.grid, plan.placeholders] == others and by_size.keys() == tensors.keys()
+            if not same or any(
+                by_size[name].dtype != wanted.dtype or not np.array_equal(by_size[name], wanted)
+                for name, wanted in tensors.items()
+            ):
+                raise ValueError(f"an image of {width} x {height} pixels differs")
     except (ValueError, TypeError, AttributeError, KeyError, IndexError, ImportError) as error:
         log.info(
             "the image processor is asked for each image", reason=f"{type(processor.image_processor).__name__}: {error}"
         )
         return None
     return sized
-
-
-def _samples() -> Iterator[Any]:
-    from PIL import Image
-
-    draw = np.random.default_rng(0)
-    for width, height, mode in _CHECKED:
-        values = draw.integers(0, 256, (height, width, 4), np.uint8)
-        yield Image.fromarray(values, "RGBA").convert(mode) if mode != "RGBA" else Image.fromarray(values, "RGBA")
