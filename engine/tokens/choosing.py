@@ -29,7 +29,7 @@ from engine.tokens.jinja_template import JinjaTemplate
 from engine.tokens.probing import reads_template
 from engine.tokens.replies.parser import ParsedReply
 from engine.tokens.template import ChatTemplate
-from engine.tokens.toolcalls import FORMATS, tool_call_format
+from engine.tokens.toolcalls import FORMATS, PythonicFormat, tool_call_format
 
 _NAME = "probe_tool"
 _RESULT = "Qz9Result"
@@ -266,8 +266,9 @@ def choose_reader(template: JinjaTemplate, spec: ModelSpec, base: Path) -> None:
     chosen = chosen_reader(template, spec)
     if chosen.reader is not None:
         _set_reader(template, chosen.reader, spec)
-        if template.call_format is not None and f"{_MALFORMED}{_CALLS}{AWKWARD[0]}" in chosen.unread:
-            template.call_format = template.call_format.unescaped()
+        awkward = f"{_MALFORMED}{_CALLS}{AWKWARD[0]}" in chosen.unread
+        if awkward and isinstance(template.call_format, PythonicFormat):
+            template.call_format = PythonicFormat(escapes=False)
         return
     template.call_format, template.reader, template.reads_calls = None, None, False
     why = "; ".join(f"{name}: {problem[:_SHORT]}" for name, problem in chosen.tried.items() if _NO_FIT not in problem)

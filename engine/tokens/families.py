@@ -114,7 +114,7 @@ class FamilyTemplate(ChatTemplate):
         self.reader = FamilyReader(name, self._renderer, tokenizer, self.stop_set)
         self.reads_calls = True
         self._find_abilities()
-        self.close_id = find_ends(self).close
+        self.close_id = find_ends(self)[0]
         if spec.tool_calls != "auto":
             self.call_format = tool_call_format(spec.tool_calls, base)
             self.reads_calls = reads_template(self, self.call_format)

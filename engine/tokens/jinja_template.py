@@ -16,7 +16,6 @@ from collections.abc import Sequence
 import structlog
 
 from engine.errors import RenderError
-from engine.schemas.base import Struct
 from engine.schemas.model import ModelSpec
 from engine.tokens.bridge.keys import looks
 from engine.tokens.bridge.kinds import ASSISTANT, SYSTEM, TOOL, USER, View, mark, probe, probe_call
@@ -60,14 +59,13 @@ class JinjaTemplate(ChatTemplate):
         source.see_through(tokenizer.quoting)
         self.looked, self.inspected, self.sought = looks(source.keys, "".join(source.sources))
         self.bridges.follow(source.keys)
-        self._ends = find_ends(self)
-        self.close_id = self._ends.close
-        stops = [self.close_id, *eos, tokenizer.eos_token_id, *self._ends.openers]
+        self.close_id, openers, self._ends = find_ends(self)
+        stops = [self.close_id, *eos, tokenizer.eos_token_id, *openers]
         self.stop_token_ids = list(dict.fromkeys(id_ for id_ in stops if id_ is not None))
         self._find_abilities()
         self.shows_reasoning = self.knows_reasoning
         """The template shows reasoning. `knows_reasoning` is also true where only replies have it."""
-        if not self._ends.tokens:
+        if not self._ends:
             log.warning("no_bridge", format=self.name, why="the template writes no added token after a reply")
 
     def text(self, views: Sequence[View], tools: list[View] | None) -> str:
@@ -84,12 +82,12 @@ class JinjaTemplate(ChatTemplate):
         Raises:
             RenderError: the template writes no added token after a reply.
         """
-        if not self._ends.tokens:
+        if not self._ends:
             raise RenderError("the template writes no added token after a reply")
         stand_in, end = stand_in_for(reply)
         written = self.source.text([_QUESTION, stand_in, *new], tools)
         after = written.find(end)
-        ends = {*self._ends.tokens, *self.stops}
+        ends = {*self._ends, *self.stops}
         starts = [at for token in ends if (at := written.find(token, after + len(end))) >= 0]
         if after < 0 or not starts:
             return None
@@ -99,20 +97,12 @@ class JinjaTemplate(ChatTemplate):
         return Bridge([], ids) if self.close_id is None else Bridge(ids[:1], ids[1:])
 
 
-class Ends(Struct, frozen=True, kw_only=True):
-    """How a template ends replies."""
-
-    close: int | None
-    """The added token that ends every reply."""
-    openers: list[int]
-    """Where replies have no end token: the added tokens that begin what follows. The model samples them to end its
-    reply."""
-    tokens: list[str]
-    """The added tokens that were found after a reply, as text."""
-
-
-def find_ends(template: ChatTemplate) -> Ends:
+def find_ends(template: ChatTemplate) -> tuple[int | None, list[int], list[str]]:
     """How a format ends replies, found by rendering probes.
+
+    Returns:
+        The added token that ends every reply. Where there is none, the added tokens that begin what follows, which the
+        model samples to end its reply. And the added tokens that were found after a reply, as text.
 
     Raises:
         RenderError: The template refuses a conversation that a user begins.
@@ -132,18 +122,16 @@ def find_ends(template: ChatTemplate) -> Ends:
             ] = None
     tokens = [token for token in after_replies if token]
     if len(after_replies) == 1 and tokens:
-        return Ends(close=template.fast.added[tokens[0]], openers=[], tokens=tokens)
+        return template.fast.added[tokens[0]], [], tokens
     endless = rests[:1] == [template.text([asked], None).partition(mark(1))[2]]
-    return Ends(close=None, openers=[template.fast.added[token] for token in tokens] if endless else [], tokens=tokens)
-
-
-_PLAIN_STAND_IN: View = {"role": "assistant", "content": mark(_STAND_IN)}
+    return None, [template.fast.added[token] for token in tokens] if endless else [], tokens
 
 
 def stand_in_for(reply: View) -> tuple[View, str]:
     """A reply that calls the same tools by the same ids, and the mark that it ends with."""
+    stand_in: View = {"role": "assistant", "content": mark(_STAND_IN)}
     calls = reply.get("tool_calls")
     if not calls:
-        return _PLAIN_STAND_IN, mark(_STAND_IN)
+        return stand_in, mark(_STAND_IN)
     marked = [probe_call(_STAND_IN, number, call["function"]["name"], call["id"]) for number, call in enumerate(calls)]
-    return {**_PLAIN_STAND_IN, "tool_calls": marked}, marked[-1]["function"]["arguments"]["x"]
+    return {**stand_in, "tool_calls": marked}, marked[-1]["function"]["arguments"]["x"]

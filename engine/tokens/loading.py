@@ -33,7 +33,12 @@ def load_format(model: ModelSpec, base: Path) -> ChatTemplate:
         ModelError: The model's files are not there and cannot be fetched.
     """
     folder, source = model_folders(model, base)
-    tokenizer = _load_tokenizer(source, model, base)
+    tokenizer = read_plain(source) or _ask_transformers(source)
+    if model.chat_template is not None:
+        try:
+            tokenizer.chat_template = (base / model.chat_template).read_text(encoding="utf-8")
+        except OSError as error:
+            raise RenderError(f"model.chat_template: {model.chat_template} cannot be read: {error}") from error
     config = _json(folder / "config.json")
     settings = config.get("text_config", {}) | config
     fast = FastTokenizer(tokenizer)
@@ -113,16 +118,6 @@ def _folder(path: str, revision: str | None, base: Path) -> Path:
     from engine.tokens.catalogue import resolve_model
 
     return resolve_model(path, revision)
-
-
-def _load_tokenizer(source: Path, model: ModelSpec, base: Path) -> Any:
-    tokenizer = read_plain(source) or _ask_transformers(source)
-    if model.chat_template is not None:
-        try:
-            tokenizer.chat_template = (base / model.chat_template).read_text(encoding="utf-8")
-        except OSError as error:
-            raise RenderError(f"model.chat_template: {model.chat_template} cannot be read: {error}") from error
-    return tokenizer
 
 
 def _ask_transformers(source: Path) -> Any:

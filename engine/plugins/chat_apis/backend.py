@@ -36,7 +36,7 @@ from engine.plugins.servers.wire import ReplyError
 from engine.schemas.generation import FinishReason, GenerateRequest, Generation
 from engine.schemas.message import MalformedCall, Message, ToolCall
 from engine.tokens.images import DIGEST
-from engine.tokens.toolcalls.base import UnreadableCall, storable_call
+from engine.tokens.toolcalls.base import storable_call
 
 if TYPE_CHECKING:
     from engine.spec.load import LoadedSpec
@@ -355,15 +355,11 @@ def _read_call(id_: str, name: str, arguments: Any) -> ToolCall | MalformedCall:
             read = msgspec.json.decode(arguments or "{}")
         except (msgspec.DecodeError, UnicodeError) as error:
             read, problem = None, f": {error}"
-    problem = f"The arguments of `{name}` are not a JSON object{problem}."
-    if isinstance(read, dict):
-        try:
-            return storable_call(id_, name, read)
-        except UnreadableCall as error:
-            problem = str(error)
     text = arguments if isinstance(arguments, str) else msgspec.json.encode(arguments).decode()
     raw = f'<tool_call>\n{{"name": "{name}", "arguments": {text}}}\n</tool_call>'
-    return MalformedCall(raw=raw, problem=problem)
+    if isinstance(read, dict):
+        return storable_call(id_, name, read, raw)
+    return MalformedCall(raw=raw, problem=f"The arguments of `{name}` are not a JSON object{problem}.")
 
 
 def _estimate(request: GenerateRequest) -> int:

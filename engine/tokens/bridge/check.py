@@ -43,7 +43,6 @@ equal what is rendered; for new messages, id for id.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -297,10 +296,10 @@ def make_reply_text(render: Render, reply: View) -> ReplyText | None:
     parts = parts_of(reply)
     marks = [f"Wr{index}kXyProbe" for index in range(len(parts))]
 
-    def probes(style: Callable[[str], str], value: Callable[[str], Any] | None = None) -> list[Any]:
-        given = value or style
+    def probes(style: Callable[[str], str], value: Any = ...) -> list[Any]:
         arguments = [
-            {key: given(mark) for key in part} for part, mark in zip(parts[texts:], marks[texts:], strict=True)
+            {key: style(mark) if value is ... else value for key in part}
+            for part, mark in zip(parts[texts:], marks[texts:], strict=True)
         ]
         return [*map(style, marks[:texts]), *arguments]
 
@@ -325,14 +324,10 @@ def make_reply_text(render: Render, reply: View) -> ReplyText | None:
                 break
         else:
             return None
-    trials = [*map(probes, REPLY_STYLES), *[probes(str, partial(_given, value)) for value in _VALUES]]
+    trials = [*map(probes, REPLY_STYLES), *[probes(str, value) for value in _VALUES]]
     if any(made.write(trial) != rendered(trial) for trial in trials):
         return None
     return made
-
-
-def _given(value: Any, _: str) -> Any:
-    return value
 
 
 def _texts_of(reply: View) -> tuple[str, ...]:

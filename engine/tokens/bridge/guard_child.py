@@ -12,6 +12,7 @@ import re
 import sys
 from array import array
 from base64 import b64decode
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from datetime import datetime
@@ -281,18 +282,13 @@ def compare(_: Any, asked: Json) -> list[Json]:
     facts = asked["form"]
     form = _forms.get(facts["key"])
     if form is None:
-        _prepare()
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"
+        with suppress(OSError):  # the first process to go where memory is short
+            Path("/proc/self/oom_score_adj").write_text("1000")
         if len(_forms) == _MOST_FORMS:
             _forms.clear()
         form = _forms[facts["key"]] = _Form(facts)
     return [_checked(form, episode) for episode in asked["episodes"]]
-
-
-def _prepare() -> None:
-    """One thread for tokenizers, and the first process to go where memory is short."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    with suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text("1000")
 
 
 def _checked(form: _Form, episode: Json) -> Json:
@@ -347,7 +343,12 @@ def _difference(form: _Form, messages: list[Json], spans: Any, data: str, place:
             piece, offset, at = apart
             row = "".join([item.text for item in pieces if item.start >= piece.start])
             return difference(
-                piece.token(_token_at(form, piece, offset)),
+                # the token that holds the character
+                piece.token(
+                    bisect_right(
+                        range(max(len(piece.ids) - 1, 0)), offset, key=lambda at: len(form.decode(piece.ids[: at + 1]))
+                    )
+                ),
                 f"{_where(views, text, at)}, the chat template writes {_quote(text[max(at - _BEFORE, 0) :])}, "
                 f"and the row has {_quote(row[max(offset - _BEFORE, 0) :])}",
             )
@@ -429,18 +430,6 @@ def _ends(said: str, text: str, start: int) -> Iterable[int]:
     while at < len(text) and text[at].isspace():
         at += 1
         yield at
-
-
-def _token_at(form: _Form, piece: _Piece, offset: int) -> int:
-    """The token of a piece that holds a character of its text."""
-    low, high = 0, max(len(piece.ids) - 1, 0)
-    while low < high:
-        middle = (low + high) // 2
-        if len(form.decode(piece.ids[: middle + 1])) > offset:
-            high = middle
-        else:
-            low = middle + 1
-    return low
 
 
 def _where(views: Sequence[Json], text: str, at: int) -> str:

@@ -140,15 +140,11 @@ def _is_marked(text: str) -> bool:
     return text.startswith(MARKERS[0]) and bool(reasoning.strip()) and bool(rest.strip()) and not odd
 
 
-def _today() -> date:
-    return date.today()
-
-
 class MessageKinds(msgspec.Struct, frozen=True):
     """What the verdict on a bridge depends on, of the messages before it: a value, made from its predecessor in
     O(1)."""
 
-    day: date = msgspec.field(default_factory=_today)
+    day: date = msgspec.field(default_factory=lambda: date.today())
     """The day on which the conversation began."""
     opening: bytes = b""
     """The kinds before the first reply."""

@@ -17,10 +17,9 @@ import msgspec
 
 from engine.errors import RenderError
 from engine.schemas.message import MalformedCall, ToolCall
-from engine.storable import call_refusal
 from engine.tokens.tape import IntVector
 from engine.tokens.tokenizer import MARK, FastTokenizer
-from engine.tokens.toolcalls import UnreadableCall
+from engine.tokens.toolcalls.base import UnreadableCall, storable_call
 from engine.tokens.toolcalls.formats import as_arguments, properties_of
 
 if TYPE_CHECKING:
@@ -448,10 +447,7 @@ def _attempt(call: Any, id_: str, tools: Sequence[View]) -> ToolCall | Malformed
             arguments = arguments or {}
             if not isinstance(arguments, dict):
                 arguments = as_arguments(arguments)
-            problem = call_refusal(call.name, arguments)
-            if problem is None:
-                return ToolCall(id=id_, name=call.name, arguments=arguments)
-            return MalformedCall(raw=call.raw, problem=problem)
+            return storable_call(id_, call.name, arguments, call.raw)
     except UnreadableCall as problem:
         return MalformedCall(raw=call.raw, problem=str(problem))
     return MalformedCall(raw=call.raw, problem=_PROBLEMS.get(status, f"It could not be read ({status})."))

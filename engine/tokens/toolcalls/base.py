@@ -79,10 +79,6 @@ class ToolCallFormat(ABC):
             calls: Names and arguments, in order; at least one.
         """
 
-    def unescaped(self) -> ToolCallFormat:
-        """This format for a chat template that writes text in calls without escapes."""
-        return self
-
 
 class TaggedFormat(ToolCallFormat):
     """Calls between an opening and a closing tag; a subclass sets `marks` to the two and reads and writes what is
@@ -135,9 +131,9 @@ class TaggedFormat(ToolCallFormat):
             if len(body) > LONGEST_CALL:
                 raise UnreadableCall(f"It is longer than {LONGEST_CALL} characters.")
             name, arguments = self.read_body(body, tools)
-            return storable_call(id_, name, arguments)
         except UnreadableCall as problem:
             return MalformedCall(raw=raw, problem=str(problem))
+        return storable_call(id_, name, arguments, raw)
 
 
 def parse_calls(form: ToolCallFormat, text: str, tools: Sequence[dict[str, Any]], prefix: str) -> ParsedCalls:
@@ -168,10 +164,7 @@ def _storable(attempt: ToolCall | MalformedCall, text: str) -> ToolCall | Malfor
         return attempt
     if not isinstance(attempt.name, str) or not isinstance(attempt.arguments, dict):
         return MalformedCall(raw=text, problem="It has no name, or its arguments are not an object.")
-    try:
-        return storable_call(str(attempt.id), attempt.name, attempt.arguments)
-    except UnreadableCall as problem:
-        return MalformedCall(raw=text, problem=str(problem))
+    return storable_call(str(attempt.id), attempt.name, attempt.arguments, text)
 
 
 def unclosed(opening: str, closing: str) -> str:
@@ -179,12 +172,8 @@ def unclosed(opening: str, closing: str) -> str:
     return f"It begins with {opening} but is never closed with {closing}."
 
 
-def storable_call(id_: str, name: str, arguments: dict[str, Any]) -> ToolCall:
-    """A call whose name and arguments can be stored.
-
-    Raises:
-        UnreadableCall: They cannot be stored; see `engine.storable`.
-    """
+def storable_call(id_: str, name: str, arguments: dict[str, Any], raw: str) -> ToolCall | MalformedCall:
+    """A call, or a malformed one where its name or arguments cannot be stored; see `engine.storable`."""
     if (problem := call_refusal(name, arguments)) is not None:
-        raise UnreadableCall(problem)
+        return MalformedCall(raw=raw, problem=brief(problem))
     return ToolCall(id=id_, name=name, arguments=arguments)

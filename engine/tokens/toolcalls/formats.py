@@ -192,10 +192,6 @@ class PythonicFormat(ToolCallFormat):
     def __init__(self, escapes: bool = True) -> None:
         self._escapes = escapes
 
-    def unescaped(self) -> PythonicFormat:
-        """See `ToolCallFormat.unescaped`."""
-        return PythonicFormat(escapes=False)
-
     def parse(self, text: str, tools: Sequence[dict[str, Any]], prefix: str) -> ParsedCalls:
         """See `ToolCallFormat.parse`."""
         opening, closing = self.marks
