@@ -217,7 +217,7 @@ class ChatTemplate(ABC):
         Raises:
             RenderError, ImageError: As `render` does.
         """
-        if self.bridges.timed:
+        if self.bridges.keys.timed:
             return np.array(self.render(messages, tools), np.int32)
         key = to_json((messages, tools, date.today()))
         ids = self._openings.pop(key, None)

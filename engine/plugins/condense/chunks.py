@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
@@ -77,7 +77,8 @@ def chunks_of(spec: CondenseSpec, thread: Sequence[Message], opening: int, count
         content = message.content
         texts = [content] if isinstance(content, str) else [item.text for item in content if isinstance(item, TextPart)]
         for part, text in enumerate(texts):
-            for start, end in _outside_blocks(text):
+            edges = [0, *(edge for block in _BLOCK.finditer(text) for edge in block.span()), len(text)]
+            for start, end in zip(edges[::2], edges[1::2], strict=True):  # what is outside of blocks
                 for low, high in cut(text[start:end]):
                     words = text[start + low : start + high]
                     if words.strip():
@@ -135,45 +136,22 @@ def _spliced(text: str, texts: Sequence[tuple[ConversationChunk, str]]) -> str:
     return "".join([*pieces, text[at:]])
 
 
-def _outside_blocks(text: str) -> Iterator[tuple[int, int]]:
-    at = 0
-    for block in _BLOCK.finditer(text):
-        yield at, block.start()
-        at = block.end()
-    yield at, len(text)
-
-
 def _cutter(spec: CondenseSpec, count: Count) -> Callable[[str], list[tuple[int, int]]]:
     """The function that cuts a text: [start, end) of each chunk."""
     if isinstance(spec.chunks, ByTokens):
-        return _by_tokens(spec.chunks.size, count)
+        try:
+            from semantic_text_splitter import TextSplitter
+        except ImportError as error:
+            raise _missing_package("condense.chunks: {by: tokens}", error) from error
+        splitter = TextSplitter.from_callback(count, spec.chunks.size, trim=False)
+        return lambda text: [(start, start + len(words)) for start, words in splitter.chunk_indices(text)]
     if isinstance(spec.chunks, ByPassage):
-        return _by_passage(re.compile(spec.chunks.pattern, re.MULTILINE))
+        starts = re.compile(spec.chunks.pattern, re.MULTILINE).finditer
+        return lambda text: [*pairwise(sorted({0, *(match.start() for match in starts(text)), len(text)}))]
     return lambda text: [(0, len(text))]
 
 
-def _by_passage(pattern: re.Pattern[str]) -> Callable[[str], list[tuple[int, int]]]:
-    def cut(text: str) -> list[tuple[int, int]]:
-        at = sorted({0, *(match.start() for match in pattern.finditer(text)), len(text)})
-        return list(pairwise(at))
-
-    return cut
-
-
-def _by_tokens(size: int, count: Count) -> Callable[[str], list[tuple[int, int]]]:
-    try:
-        from semantic_text_splitter import TextSplitter
-    except ImportError as error:
-        raise missing_package("condense.chunks: {by: tokens}", error) from error
-    splitter = TextSplitter.from_callback(count, size, trim=False)
-
-    def cut(text: str) -> list[tuple[int, int]]:
-        return [(start, start + len(words)) for start, words in splitter.chunk_indices(text)]
-
-    return cut
-
-
-def missing_package(key: str, error: ImportError) -> EngineError:
+def _missing_package(key: str, error: ImportError) -> EngineError:
     """The error of a setting whose package is not installed."""
     fault = EngineError(f"`{key}` needs a package ({error}): pip install 'episode-engine[condense]'")
     fault.kind, fault.blame = "no_package", "spec"
@@ -213,13 +191,12 @@ def _tools(language: str, ngram: int) -> tuple[Any, Callable[[str], list[str]] |
         import budoux
         import yake
     except ImportError as error:
-        raise missing_package("condense.condenser: {kind: keywords}", error) from error
+        raise _missing_package("condense.condenser: {kind: keywords}", error) from error
     parsers = {
         "zh": budoux.load_default_simplified_chinese_parser,
         "ja": budoux.load_default_japanese_parser,
         "th": budoux.load_default_thai_parser,
     }
-    parser = parsers[language]() if language in parsers else None
-    if parser is None:
+    if language not in parsers:
         return yake.KeywordExtractor(lan=language, n=ngram, top=_MOST), None
-    return yake.KeywordExtractor(lan=language, n=1, top=_MOST), parser.parse
+    return yake.KeywordExtractor(lan=language, n=1, top=_MOST), parsers[language]().parse

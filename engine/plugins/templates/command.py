@@ -12,7 +12,7 @@ from engine.cli.options import Json
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from engine.plugins.templates.report import Piece, TurnRendering
+    from engine.plugins.templates.report import Piece
     from engine.tokens.template import ChatTemplate
     from engine.tokens.vision import Vision
 
@@ -67,7 +67,7 @@ def template(
         raise typer.Exit(2) from None
     facts = describe(template, spec)
     if as_json:
-        echo(json.dumps(plain(facts), ensure_ascii=False))
+        echo(json.dumps(facts, ensure_ascii=False, default=plain))
         return
     rows = facts.pop("trained")
     turns = facts.pop("turns")
@@ -78,19 +78,13 @@ def template(
                 echo(f"  {name}: {text}")
         else:
             echo(f"{key}: {', '.join(map(str, value)) if isinstance(value, list) else value}")
-    _echo_turns(turns)
-    _echo_rows(rows)
-
-
-def _echo_turns(turns: dict[str, TurnRendering]) -> None:
-    from engine.terminal import echo
-
     echo("turns:")
     for name, turn in turns.items():
         echo(f"  {name}: {'goes on' if turn.goes_on else f'a branch: {turn.why}'}")
         if turn.was or turn.now:
             echo(f"    before: {turn.was!r}")
             echo(f"    now:    {turn.now!r}")
+    _echo_rows(rows)
 
 
 def _echo_rows(rows: list[list[Piece]] | str) -> None:

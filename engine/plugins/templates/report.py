@@ -81,7 +81,9 @@ def parting(template: ChatTemplate, kinds: Sequence[int]) -> tuple[str, str]:
         newer = template.text(views, None)
     except RenderError:
         return "", ""
-    said = newest[: _reply_end(newest, views[-2])]
+    # up to the end of the newest reply, without the template's end of the message, which may differ
+    marks = [call["function"]["arguments"]["x"] for call in views[-2].get("tool_calls", ())] or [views[-2]["content"]]
+    said = newest[: newest.rfind(marks[-1]) + len(marks[-1])]
     for earlier in (asked, said):
         if not newer.startswith(earlier):
             at = next(
@@ -91,12 +93,6 @@ def parting(template: ChatTemplate, kinds: Sequence[int]) -> tuple[str, str]:
             start = max(at - _BEFORE, 0)
             return earlier[start : at + _AFTER], newer[start : at + _AFTER]
     return "", ""
-
-
-def _reply_end(text: str, reply: View) -> int:
-    """Index behind the newest reply in a text: without the template's end of the message, which may differ."""
-    marks = [call["function"]["arguments"]["x"] for call in reply.get("tool_calls", ())] or [reply["content"]]
-    return text.rfind(marks[-1]) + len(marks[-1])
 
 
 def how_prompts_are_made(template: ChatTemplate) -> tuple[str, str]:
@@ -166,13 +162,12 @@ def masks(template: ChatTemplate) -> list[list[Piece]]:
     _say(conversation, {"role": "assistant", "content": "It is 2.", **why}, turn)
     conversation.add([Message(role="user", content="Sure?")])
     _say(conversation, {"role": "assistant", "content": "Yes.", **why}, turn + 1)
-    return [
-        [
-            Piece(trained=bool(mask), text=template.decode(ids))
-            for mask, ids in _runs(branch.input_ids, branch.loss_mask)
-        ]
-        for branch in conversation.branches()
-    ]
+    rows = []
+    for branch in conversation.branches():
+        cuts = np.flatnonzero(np.diff(branch.loss_mask)) + 1
+        runs = zip(np.split(branch.loss_mask, cuts), np.split(branch.input_ids, cuts), strict=True)
+        rows.append([Piece(trained=bool(mask[0]), text=template.decode(ids)) for mask, ids in runs])
+    return rows
 
 
 def _say(conversation: Conversation, reply: View, turn: int) -> None:
@@ -198,13 +193,6 @@ def _say(conversation: Conversation, reply: View, turn: int) -> None:
     )
 
 
-def _runs(ids: np.ndarray, mask: np.ndarray) -> list[tuple[int, np.ndarray]]:
-    cuts = np.flatnonzero(np.diff(mask)) + 1
-    return [
-        (int(part[0]), run) for part, run in zip(np.split(mask, cuts), np.split(ids, cuts), strict=True) if len(run)
-    ]
-
-
 def masks_or_why(template: ChatTemplate) -> list[list[Piece]] | str:
     """`masks`, or why there are none."""
     try:
@@ -213,14 +201,6 @@ def masks_or_why(template: ChatTemplate) -> list[list[Piece]] | str:
         return str(error)
 
 
-def plain(value: Any) -> Any:
-    """The report's values as JSON has them."""
-    if isinstance(value, TurnRendering):
-        return {"goes_on": value.goes_on} | (
-            {} if value.goes_on else {"why": value.why, "was": value.was, "now": value.now}
-        )
-    if isinstance(value, Piece):
-        return {"trained": value.trained, "text": value.text}
-    if isinstance(value, dict):
-        return {key: plain(item) for key, item in value.items()}
-    return [plain(item) for item in value] if isinstance(value, list) else value
+def plain(value: TurnRendering | Piece) -> dict[str, Any]:
+    """One of the report's values as JSON has it."""
+    return {"goes_on": True} if isinstance(value, TurnRendering) and value.goes_on else value.plain()

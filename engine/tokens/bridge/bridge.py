@@ -65,20 +65,15 @@ class Bridges:
         """Why every bridge is found by rendering the whole conversation and comparing it with the tape; None where
         checks of probes decide. Setting it takes effect from the next bridge on, in all conversations of this
         format."""
-        self.timed = False
-        """No two renderings are alike: they show the time."""
-        self._copies = True
-        self._reads_tools = False
-        self._dated = False
+        self.keys = TemplateKeys()
+        """What the template tests of a conversation."""
         self._day = date.today()
         self._verdicts: dict[Any, BridgeVerdict] = {}
         self._wrappers: dict[Any, Wrapper | None] = {}
 
     def follow(self, keys: TemplateKeys) -> None:
         """Rely on the checks of probes as far as what the template tests allows it."""
-        self.whole = next(iter(keys.whole_because), None)
-        self.timed, self._dated = keys.timed, keys.dated
-        self._copies, self._reads_tools = not keys.changes, keys.tests_tools
+        self.keys, self.whole = keys, next(iter(keys.whole_because), None)
 
     def between(
         self,
@@ -112,12 +107,12 @@ class Bridges:
                 enough.
             tape: The tape, which ends with the reply.
         """
-        other_day = self._dated and self._is_another_day(kinds.day)
+        other_day = self.keys.dated and self._is_another_day(kinds.day)
         if whole or other_day or kinds.odd or not ODD_KINDS.isdisjoint(new_kinds):
             compared = self._compared_whole(conversation(), new, new_kinds, tools, end.last, tape)
             if not (keep and isinstance(compared, str)):
                 return compared
-        key = (kinds.signature(new_kinds), to_json(tools) if tools and self._reads_tools else tools is not None)
+        key = (kinds.signature(new_kinds), to_json(tools) if tools and self.keys.tests_tools else tools is not None)
         verdict = self._verdicts.get(key)
         if verdict is None:
             kinds_before = bytes([kind_of(view, self._template.looked) for view in conversation()])
@@ -151,7 +146,7 @@ class Bridges:
             RenderError: The template refuses these messages.
         """
         template = self._template
-        if not self._copies:
+        if self.keys.changes:
             return template.unchecked_bridge(reply, new, tools)
         contents: list[str] = []
         around: tuple[Any, ...] = ()
