@@ -12,7 +12,6 @@ from engine.cli.options import Json
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from engine.plugins.templates.report import Piece
     from engine.tokens.template import ChatTemplate
     from engine.tokens.vision import Vision
 
@@ -69,8 +68,13 @@ def template(
     if as_json:
         echo(json.dumps(facts, ensure_ascii=False, default=plain))
         return
-    rows = facts.pop("trained")
-    turns = facts.pop("turns")
+    _echo(facts)
+
+
+def _echo(facts: dict[str, Any]) -> None:
+    from engine.terminal import echo
+
+    turns, rows = facts.pop("turns"), facts.pop("trained")
     for key, value in facts.items():
         if isinstance(value, dict):
             echo(f"{key}:" if value else f"{key}: none")
@@ -84,12 +88,6 @@ def template(
         if turn.was or turn.now:
             echo(f"    before: {turn.was!r}")
             echo(f"    now:    {turn.now!r}")
-    _echo_rows(rows)
-
-
-def _echo_rows(rows: list[list[Piece]] | str) -> None:
-    from engine.terminal import echo
-
     if isinstance(rows, str):
         echo(f"trained: not shown, because {rows}")
         return
