@@ -34,7 +34,7 @@ from engine.tokens.tokenizer import FastTokenizer, quoted_index
 from engine.tokens.views import IntendedTokens, MessageViews
 
 if TYPE_CHECKING:
-    from engine.tokens.replies.readers import FamilyReader
+    from engine.tokens.reply_readers import FamilyReader
     from engine.tokens.toolcalls import ToolCallFormat
     from engine.tokens.vision import PlacedImage, Vision
 

@@ -21,7 +21,7 @@ from engine.tokens.toolcalls import HermesFormat, parse_calls
 
 if TYPE_CHECKING:
     from engine.tokens.bridge.kinds import View
-    from engine.tokens.replies.readers import FamilyReader
+    from engine.tokens.reply_readers import FamilyReader
     from engine.tokens.template import ChatTemplate
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from engine.schemas.message import MalformedCall, ToolCall
 from engine.tokens.choosing import TOOL, written
-from engine.tokens.replies.readers import restored
+from engine.tokens.reply_readers import restored
 from engine.tokens.template import ChatTemplate
 from engine.tokens.toolcalls import PythonicFormat, UnreadableCall
 

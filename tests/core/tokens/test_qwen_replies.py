@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import astuple
 
-from engine.tokens.replies.readers import QwenReply
+from engine.tokens.reply_readers import QwenReply
 from engine.tokens.template import ChatTemplate
 from engine.tokens.tokenizer import FastTokenizer
 
