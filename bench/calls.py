@@ -87,7 +87,7 @@ PROMISES: list[tuple[str, tuple[str, ...]]] = [
         "prompt and tape",
         tuple(f"engine/tokens/{name}.py" for name in ("tape", "conversation")),
     ),
-    ("parsing of the reply", ("engine/tokens/replies", "engine/tokens/toolcalls/")),
+    ("parsing of the reply", ("engine/tokens/reply_", "engine/tokens/toolcalls/")),
     ("ids from text and back", ("engine/tokens/",)),
     ("ledger and rules", ("engine/rewards/",)),
     ("HTTP", ("engine/plugins/servers/http/",)),

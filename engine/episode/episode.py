@@ -31,7 +31,7 @@ from engine.schemas.message import MalformedCall, Message, ToolCall
 from engine.schemas.trajectory import Blame, Condensation, Failure, Outcome, Trajectory, Turn
 from engine.storable import valid_text, words_of
 from engine.store.store import episode_id_of
-from engine.tokens.replies.parser import call_tokens, text_tokens
+from engine.tokens.reply_parser import call_tokens, text_tokens
 
 if TYPE_CHECKING:
     from engine.machine.machine import Machine

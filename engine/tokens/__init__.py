@@ -5,7 +5,8 @@
     loading.py        load_format: from a spec's `model` to a chat format
     template.py       ChatTemplate: what every chat template has
     views.py          messages as chat templates read them
-    replies/          from sampled ids to content, reasoning and tool calls
+    reply_parser.py   from sampled ids to content, reasoning and tool calls; every attempt at a call is kept
+    reply_readers.py  the parsers of the library `renderers`, by family; Qwen3's format without it
     bridge/           the tokens between two turns, checked
     probing.py        what a chat template can show, found by rendering
     jinja_template.py the generic format: any chat template (jinja_source.py)

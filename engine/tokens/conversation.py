@@ -28,7 +28,7 @@ from engine.schemas.message import MalformedCall, Message, ToolCall
 from engine.schemas.trajectory import Branch
 from engine.tokens.bridge.bridge import ReplyEnd
 from engine.tokens.bridge.kinds import MessageKinds, View, kind_of
-from engine.tokens.replies.parser import ParsedReply
+from engine.tokens.reply_parser import ParsedReply
 from engine.tokens.tape import IntVector, Tape
 from engine.tokens.template import ChatTemplate
 from engine.tokens.views import IntendedTokens, Thread

@@ -1,7 +1,7 @@
 """ChatTemplate: how one model's conversations become tokens.
 
 Invariant: a format never guesses. `render` is the template's own output or an error. Bridges are checked or refused
-(bridge/bridge.py), and replies keep every attempt at a tool call (replies/). All episodes of a run share one format; it
+(bridge/bridge.py), and replies keep every attempt at a tool call (reply_parser.py). All episodes of a run share one format; it
 holds no state of an episode.
 """
 
@@ -28,7 +28,7 @@ from engine.tokens.bridge.bridge import Bridges
 from engine.tokens.bridge.kinds import MARKERS, Looked, View, has_mark, kind_of, mark, probe
 from engine.tokens.bridge.wrapper import Bridge
 from engine.tokens.probing import abilities_of, refuses_later_system
-from engine.tokens.replies.parser import ReplyParser
+from engine.tokens.reply_parser import ReplyParser
 from engine.tokens.tape import IntVector
 from engine.tokens.tokenizer import FastTokenizer, quoted_index
 from engine.tokens.views import IntendedTokens, MessageViews

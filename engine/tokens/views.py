@@ -16,7 +16,7 @@ from engine.tokens.bridge.kinds import View
 from engine.tokens.tokenizer import MARK, Span, quoted_index
 
 if TYPE_CHECKING:
-    from engine.tokens.replies.parser import ParsedReply
+    from engine.tokens.reply_parser import ParsedReply
     from engine.tokens.tape import IntVector
     from engine.tokens.template import ChatTemplate
 
