@@ -1,8 +1,8 @@
 """ChatTemplate: how one model's conversations become tokens.
 
 Invariant: a format never guesses. `render` is the template's own output or an error. Bridges are checked or refused
-(bridge/bridge.py), and replies keep every attempt at a tool call (reply_parser.py). All episodes of a run share one format; it
-holds no state of an episode.
+(bridge/bridge.py), and replies keep every attempt at a tool call (reply_parser.py). All episodes of a run share one
+format; it holds no state of an episode.
 """
 
 from __future__ import annotations

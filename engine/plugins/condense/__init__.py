@@ -4,8 +4,8 @@ spec.py        the section `condense`, and its keys of `limits`
 facts.py       the rows of its actions and its limit in the tables of the core
 spec_facts.py  what the section means for other parts of a spec, such as the states that it adds
 action.py      the actions `condense` and `ask_summary`
-chunks.py      the parts of a thread, their keywords, and what stands for them
-room.py        when a conversation must be condensed, and the window of images
+chunks.py      the parts of a thread, their keywords, and what stands for them; the window of images, and when the
+               conversation must be condensed
 record.py      their journal record, and the tool `expand`
 rules.py       its rules of `engine validate`
 """

@@ -23,10 +23,11 @@ from engine.plugins.condense.chunks import (
     history_of,
     history_text,
     keywords,
+    older_images,
     replaced,
+    slid,
 )
 from engine.plugins.condense.record import Block, CondenseRecord
-from engine.plugins.condense.room import older_images, slid
 from engine.plugins.condense.spec import (
     ByHistory,
     CondenseSpec,

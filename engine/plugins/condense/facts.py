@@ -31,7 +31,7 @@ CONDENSE = ActionFacts(
     seconds=_seconds,
     rewrites_history=True,
     rewrites_machine="engine.plugins.condense.spec_facts:with_condensing",
-    makes_room="engine.plugins.condense.room:CondenseRoom",
+    makes_room="engine.plugins.condense.chunks:CondenseRoom",
 )
 ASK_SUMMARY = ActionFacts(
     use="engine.plugins.condense.action:AskSummaryAction",
