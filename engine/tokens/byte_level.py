@@ -31,16 +31,11 @@ _REMEMBERED = 1 << 17
 Cut = Callable[[str], list[str]]
 
 
-def _byte_characters() -> dict[str, int]:
-    """Character -> byte, as byte-level vocabularies write bytes: printable ones as themselves, the others from U+0100
-    on."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + at): byte for at, byte in enumerate(others)}
-
-
-BYTE_CHARACTERS = _byte_characters()
-"""Character -> the byte that it stands for in a byte-level vocabulary."""
+_PRINTABLE = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+_OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
+BYTE_CHARACTERS = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + at): byte for at, byte in enumerate(_OTHERS)}
+"""Character -> the byte that it stands for in a byte-level vocabulary: printable ones stand for themselves, and the
+others are written from U+0100 on."""
 _CHARACTERS = {byte: character for character, byte in BYTE_CHARACTERS.items()}
 
 

@@ -72,10 +72,6 @@ class JinjaTemplate(ChatTemplate):
         """See `ChatTemplate.text`."""
         return self.source.text(views, tools)
 
-    def render_views(self, views: Sequence[View], tools: list[View] | None) -> list[int]:
-        """See `ChatTemplate.render_views`."""
-        return self.fast.encode(self.source.text(views, tools))
-
     def unchecked_bridge(self, reply: View, new: Sequence[View], tools: list[View] | None) -> Bridge | None:
         """See `ChatTemplate.unchecked_bridge`: O(new), one pass of the template and one of the tokenizer.
 

@@ -27,6 +27,7 @@ from engine.schemas.model import ModelSpec
 from engine.tokens.bridge.bridge import Bridges
 from engine.tokens.bridge.kinds import MARKERS, Looked, View, has_mark, kind_of, mark, probe
 from engine.tokens.bridge.wrapper import Bridge
+from engine.tokens.images import ProcessedImage
 from engine.tokens.probing import abilities_of, refuses_later_system
 from engine.tokens.reply_parser import ReplyParser
 from engine.tokens.tape import IntVector
@@ -36,7 +37,7 @@ from engine.tokens.views import IntendedTokens, MessageViews
 if TYPE_CHECKING:
     from engine.tokens.reply_readers import FamilyReader
     from engine.tokens.toolcalls import ToolCallFormat
-    from engine.tokens.vision import PlacedImage, Vision
+    from engine.tokens.vision import Vision
 
 _ANY_TAG = re.compile(r"[<\[]")
 _OTHER = 5000
@@ -172,7 +173,7 @@ class ChatTemplate(ABC):
 
     def expanded(
         self, ids: Sequence[int] | IntVector, messages: Sequence[Message]
-    ) -> tuple[IntVector, list[PlacedImage]]:
+    ) -> tuple[IntVector, list[tuple[ProcessedImage, int]]]:
         """Rendered ids [length] in which markers are replaced by the messages' images."""
         if self.vision is None:
             return np.asarray(ids, np.int32), []
@@ -230,13 +231,13 @@ class ChatTemplate(ABC):
             self._openings.popitem(last=False)
         return ids
 
-    @abstractmethod
     def render_views(self, views: Sequence[View], tools: list[View] | None) -> list[int]:
         """`render`, for messages as templates read them.
 
         Raises:
             RenderError: The template refuses these messages.
         """
+        return self.fast.encode(self.text(views, tools))
 
     @abstractmethod
     def text(self, views: Sequence[View], tools: list[View] | None) -> str:
@@ -291,13 +292,13 @@ class ChatTemplate(ABC):
                 shown = self.text(views, tools)
             except RenderError:  # it refuses the probes, and wrote the messages
                 return ""
-            allowed = {"assistant", *self.hidden_roles}
-            lost = [at for at, view in enumerate(views) if has_mark(view) and mark(at) not in shown]
-            dropped = (at for at in lost if views[at]["role"] not in allowed and self._hides(views, kinds, at, tools))
-            self._dropped_roles[key] = next((views[at]["role"] for at in dropped), "")
+            self._dropped_roles[key] = ""
+            for at, view in enumerate(views):
+                if view["role"] in ("assistant", *self.hidden_roles) or not has_mark(view) or mark(at) in shown:
+                    continue
+                # it may write contents changed: whether it writes the same for another content
+                other = probe(kinds[at], at + _OTHER, str)
+                if self.text([*views[:at], other, *views[at + 1 :]], tools) == shown:
+                    self._dropped_roles[key] = view["role"]
+                    break
         return self._dropped_roles[key]
-
-    def _hides(self, views: list[View], kinds: bytes, at: int, tools: list[View] | None) -> bool:
-        """Whether the template writes the same for another content of a message: it may write contents changed."""
-        other = probe(kinds[at], at + _OTHER, str)
-        return self.text([*views[:at], other, *views[at + 1 :]], tools) == self.text(views, tools)

@@ -234,8 +234,13 @@ class Thread:
         places: Sequence[int] = range(start, end)
         if template.skips_system:
             places = [place for place in places if place == 0 or messages[place].role != "system"]
-        views = [self.view(place) for place in places]
-        return _alternating(views) if template.alternates else views
+        views: list[View] = []
+        for place in places:
+            view = self.view(place)
+            if template.alternates and views and views[-1]["role"] == view["role"] == "user":
+                view = {**view, "content": _joined(views.pop()["content"], view["content"])}
+            views.append(view)
+        return views
 
     def beginning(self, length: int) -> Thread:
         """Its first messages, as a thread that grows by itself."""
@@ -266,16 +271,6 @@ class Thread:
             if place in self.intended:
                 other.intended[at] = self.intended[place]
         return other
-
-
-def _alternating(views: Sequence[View]) -> list[View]:
-    """Messages in which no message of a user follows another: their contents are joined."""
-    joined: list[View] = []
-    for view in views:
-        if joined and joined[-1]["role"] == view["role"] == "user":
-            view = {**view, "content": _joined(joined.pop()["content"], view["content"])}
-        joined.append(view)
-    return joined
 
 
 def _joined(first: Any, second: Any) -> Any:

@@ -17,7 +17,7 @@ import io
 from collections.abc import Sequence
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -39,13 +39,6 @@ if TYPE_CHECKING:
     from engine.schemas.trajectory import Blame
     from engine.tokens.tape import IntVector
     from engine.tokens.tokenizer import FastTokenizer
-
-
-class PlacedImage(NamedTuple):
-    """A processed image, and the position of its first token."""
-
-    picture: ProcessedImage
-    start: int
 
 
 class Vision:
@@ -112,7 +105,9 @@ class Vision:
 
     # --- markers and expansions -----------------------------------------------------------------------------
 
-    def expand(self, ids: Sequence[int] | IntVector, digests: Sequence[str]) -> tuple[IntVector, list[PlacedImage]]:
+    def expand(
+        self, ids: Sequence[int] | IntVector, digests: Sequence[str]
+    ) -> tuple[IntVector, list[tuple[ProcessedImage, int]]]:
         """Replace each marker by its image's tokens.
 
         Args:
@@ -120,7 +115,7 @@ class Vision:
             digests: The images, in order.
 
         Returns:
-            The expanded ids, int32 [tokens], and the images with their positions.
+            The expanded ids, int32 [tokens], and the images, each with the position of its first token.
 
         Raises:
             ImageError: There are not as many markers as images (kind `image_mismatch`).
@@ -140,7 +135,7 @@ class Vision:
         for place, digest in zip(at.tolist(), digests, strict=True):
             picture = self.bank.picture(digest)
             pieces += [flat[done:place], picture.ids]
-            placed.append(PlacedImage(picture, length + place - done))
+            placed.append((picture, length + place - done))
             length += place - done + len(picture.ids)
             done = place + 1
         return np.concatenate([*pieces, flat[done:]]), placed

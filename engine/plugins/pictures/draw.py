@@ -107,16 +107,16 @@ def _size(rows: list[_Row]) -> tuple[float, float]:
     return max(row.width for row in rows) + 10.0, len(rows) * LINE + 4.0
 
 
-def _lines_of(name: str, drawn: Picture) -> tuple[str, str]:
-    """The two lines of a box: the state and its action."""
+def _action(name: str, drawn: Picture) -> tuple[str, str]:
+    """The action of a state, and the second line of its box; empty where it has none."""
     state = drawn.machine.states.get(name)
     action = state.action if state is not None and state.action else ""
-    return name, action.rpartition(":")[2] if ":" in action else action
+    return action, action.rpartition(":")[2]
 
 
 def _box(name: str, drawn: Picture, ends: int, loop: DrawnEdge | None) -> Box:
-    title, action = _lines_of(name, drawn)
-    width = max(len(title) * NAME_SIZE * 0.72, len(action) * LABEL_SIZE * 0.61, ends * 18.0, 64.0) + 26.0
+    _, action = _action(name, drawn)
+    width = max(len(name) * NAME_SIZE * 0.72, len(action) * LABEL_SIZE * 0.61, ends * 18.0, 64.0) + 26.0
     overhang = LOOP + _size(_rows(loop))[0] if loop is not None else 0.0
     return Box(width, 46.0 if action else 34.0, overhang)
 
@@ -165,10 +165,8 @@ def _n(value: float) -> str:
 
 
 def _node(name: str, box: Box, drawn: Picture) -> str:
-    title, action = _lines_of(name, drawn)
-    state = drawn.machine.states.get(name)
-    full = state.action if state is not None and state.action else None
-    fill, border = PLAIN if full is None else TINTS.get(full, OWN)
+    full, action = _action(name, drawn)
+    fill, border = TINTS.get(full, OWN) if full else PLAIN
     left, top = box.x - box.width / 2, box.y - box.height / 2
     dash = ' stroke-dasharray="4 3"' if name == ANY_STATE else ""
     parts = [
@@ -186,7 +184,7 @@ def _node(name: str, box: Box, drawn: Picture) -> str:
     y = box.y - 3.0 if action else box.y + 4.5
     parts.append(
         f'<text x="{_n(box.x)}" y="{_n(y)}" text-anchor="middle" font-size="{NAME_SIZE}" font-weight="{weight}"{style} '
-        f'fill="{ink}">{escape(title)}</text>'
+        f'fill="{ink}">{escape(name)}</text>'
     )
     if action:
         parts.append(
