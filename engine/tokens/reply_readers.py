@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import re
-import struct
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -107,7 +106,7 @@ class QwenReader:
         self._call_end = call_end
         self._opens, self._closes = think
         self._think = frozenset(think)
-        self._spelled = [struct.pack("i", mark) for mark in sorted({*ends, *self._think, call, call_end})]
+        self._marks = {*ends, *think, call, call_end}
 
     def read(self, array: IntVector, before: Sequence[int]) -> QwenReply | None:
         """The reply; None where the library must parse it.
@@ -118,7 +117,8 @@ class QwenReader:
         """
         if self._opens in before:
             return None
-        ids, marks = array.tolist(), self._find(array.tobytes())
+        ids = array.tolist()
+        marks = [at for at, id_ in enumerate(ids) if id_ in self._marks]
         if self._tagged and len(marks) in (3, 5) and (reply := self._decoded_at_once(ids, marks)) is not None:
             return reply
         for number, at in enumerate(marks):
@@ -157,19 +157,6 @@ class QwenReader:
             return None
         call = _call(raw.strip(), (start, close + 1))
         return QwenReply(content.strip(), [call], reasoning.strip() or None, None, sampled, texts, ending)
-
-    def _find(self, data: bytes) -> list[int]:
-        """Positions of marks among ids of four bytes each, in order. Searching bytes is faster than comparing
-        numbers."""
-        marks: list[int] = []
-        for mark in self._spelled:
-            at = data.find(mark)
-            while at >= 0:
-                if at % 4 == 0:
-                    marks.append(at // 4)
-                at = data.find(mark, at + 1)
-        marks.sort()
-        return marks
 
     def _calls(self, ids: list[int], marks: list[int]) -> list[QwenCall]:
         calls: list[QwenCall] = []

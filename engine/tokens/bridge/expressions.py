@@ -87,8 +87,7 @@ class Expressions(Reading):
             case nodes.UnaryExpr():
                 return self.value(node.node)
             case _:
-                self.refuse(f"it has a {type(node).__name__.lower()}, which is not read", node)
-                return Of.NUMBER
+                return self.refuse(f"it has a {type(node).__name__.lower()}, which is not read", node)
 
     def _joined(self, parts: Sequence[nodes.Expr]) -> Of:
         """Texts that are put together."""
@@ -404,14 +403,12 @@ class Expressions(Reading):
 
     def _filter(self, node: nodes.Filter) -> Of:
         if node.node is None:
-            self.refuse("it filters a block", node)
-            return Of.NUMBER
+            return self.refuse("it filters a block", node)
         labels = self.value(node.node)
         arguments = [*node.args, *(pair.value for pair in node.kwargs)]
         given = self.all(arguments)
         if node.name not in PURE_FILTERS and (labels | given) & ~Of.TOOLS:
-            self.refuse(f"it uses the filter `{node.name}`", node)
-            return labels | Of.NUMBER
+            return labels | self.refuse(f"it uses the filter `{node.name}`", node)
         if node.name in ("default", "d"):
             if any(not (isinstance(part, nodes.Const) and not part.value) for part in arguments[1:]):
                 labels |= self.test(node.node)
@@ -442,8 +439,7 @@ class Expressions(Reading):
         if isinstance(node.node, nodes.Getattr):
             return self._method(node, node.node, arguments)
         if not isinstance(node.node, nodes.Name):
-            self.refuse("it calls what it has worked out", node)
-            return self.all(arguments) | Of.NUMBER
+            return self.refuse("it calls what it has worked out", node) | self.all(arguments)
         name = node.node.name
         if name in self.macros:
             return self._call_macro(self.macros[name], node)
@@ -462,8 +458,7 @@ class Expressions(Reading):
             return labels
         if name == "caller" and self.macro:
             return Of.JOINED
-        self.refuse(f"it calls `{name}`", node)
-        return labels | Of.NUMBER
+        return labels | self.refuse(f"it calls `{name}`", node)
 
     def _call_macro(self, macro: nodes.Macro, node: nodes.Call) -> Of:
         writing, self.writing = self.writing, False
@@ -484,8 +479,7 @@ class Expressions(Reading):
         given = self.all(arguments)
         name = called.attr
         if labels & Of.NAMESPACE or (isinstance(called.node, nodes.Name) and called.node.name == "loop"):
-            self.refuse(f"it calls `{name}`", node)
-            return Of.NUMBER
+            return self.refuse(f"it calls `{name}`", node)
         if name == "get" and arguments:
             key = _constant(arguments[0])
             if labels & Of.MESSAGE and key is ...:
@@ -496,14 +490,12 @@ class Expressions(Reading):
             return labels
         if labels & (Of.MESSAGE | Of.MESSAGES | COUNTED):
             goes_through = name in ("items", "keys", "values")
-            self.refuse("it goes through all keys of a message" if goes_through else f"it calls `{name}`", node)
-            return Of.NUMBER
+            return self.refuse("it goes through all keys of a message" if goes_through else f"it calls `{name}`", node)
         if labels & Of.CALL and not labels & TEXT and name in ("items", "keys", "values"):
             return labels
         if labels & (TEXT | Of.CALL):
             return self._text_method(node, name, arguments, labels, given)
-        self.refuse(f"it calls `{name}`", node)
-        return labels | given | Of.NUMBER
+        return labels | given | self.refuse(f"it calls `{name}`", node)
 
     def _text_method(self, node: nodes.Call, name: str, arguments: list[nodes.Expr], labels: Of, given: Of) -> Of:
         texts = [self.texts(part) for part in arguments]
@@ -518,8 +510,7 @@ class Expressions(Reading):
             return labels
         if name in VISIBLE or name == "replace":
             return self.changed(labels, seen=name != "replace")
-        self.refuse(f"it calls `{name}` of a content", node)
-        return labels | Of.NUMBER
+        return labels | self.refuse(f"it calls `{name}` of a content", node)
 
 
 def _is_edge(one: str, operator: str, other: str, difference: int) -> bool:

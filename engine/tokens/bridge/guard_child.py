@@ -72,7 +72,7 @@ class _Form:
 
     def __init__(self, facts: Json) -> None:
         self._facts = facts
-        self._ids_of: dict[str, list[int]] = {}
+        self.encode = lru_cache(_REMEMBERED)(self._encode)
 
     @cached_property
     def _backend(self) -> Any:
@@ -124,15 +124,11 @@ class _Form:
         first, text = self._anchor
         return str(self._backend.decode([first, *ids], skip_special_tokens=False)[len(text) :])
 
-    def encode(self, text: str) -> list[int]:
+    def _encode(self, text: str) -> list[int]:
         """The ids of a text, special tokens that it spells included."""
-        ids = self._ids_of.get(text)
-        if ids is None:
-            plain = "sources" in self._facts
-            ids = self._backend.encode(text, add_special_tokens=False).ids if plain else self._format.encode(text)
-            if len(self._ids_of) < _REMEMBERED:
-                self._ids_of[text] = ids
-        return ids
+        if "sources" not in self._facts:
+            return list(self._format.encode(text))
+        return list(self._backend.encode(text, add_special_tokens=False).ids)
 
     @cached_property
     def tells_time(self) -> bool:

@@ -166,15 +166,13 @@ class _Statements(Expressions):
                     self._for(node)
                 case nodes.Macro():
                     self._define(node)
-                case nodes.CallBlock() if isinstance(node.call.node, nodes.ExtensionAttribute):
-                    self._statements(node.body)
                 case nodes.ExprStmt():
                     self.value(node.node)
                 case nodes.Continue() | nodes.Break():
                     self.tests_later |= bool(self.condition() & Of.LATER)
                     if any(loop & Of.MESSAGES for loop, _ in self.loops[-1:]):
                         self.refuse("it leaves a loop over messages", node)
-                case nodes.Scope():
+                case nodes.Scope() | nodes.CallBlock(call=nodes.Call(node=nodes.ExtensionAttribute())):
                     self._statements(node.body)
                 case _:
                     self.refuse(f"it has a {type(node).__name__.lower()}, which is not read", node)

@@ -78,7 +78,7 @@ def kind_of(view: View, looked: Looked) -> int:
         looked: What the template tests.
     """
     role, content = view["role"], view["content"]
-    if looked.in_calls and looked.texts is not None and _calls_have(view, looked.texts):
+    if looked.in_calls and looked.texts is not None and any(map(looked.texts.search, _texts_of_calls(view))):
         return ASSISTANT + ODD if role == "assistant" else LOOKED + _ROLES[role]
     if isinstance(content, str):
         text = content
@@ -118,11 +118,10 @@ def kind_of(view: View, looked: Looked) -> int:
     return kind if bare else kind + BLANK
 
 
-def _calls_have(view: View, texts: re.Pattern[str]) -> bool:
-    """Whether a message's tool calls, or the name of the tool that it is of, have a text that is looked for."""
-    calls = view.get("tool_calls", ())
-    names = [view.get("name", ""), *(call["function"]["name"] for call in calls)]
-    return any(map(texts.search, [*names, *map(str, (call["function"]["arguments"] for call in calls))]))
+def _texts_of_calls(view: View) -> list[str]:
+    """The texts in a message's tool calls, and the name of the tool that it is of."""
+    calls = [call["function"] for call in view.get("tool_calls", ())]
+    return [view.get("name", ""), *(str(call[key]) for call in calls for key in ("name", "arguments"))]
 
 
 def is_odd(kind: int) -> bool:

@@ -152,9 +152,10 @@ class Reading:
         """What names may hold, and what is put next to contents: once this stays the same, the reading is complete."""
         return repr((self.around, self.names, self.attributes, self.slots, self.returns, self.numbers))
 
-    def refuse(self, why: str, node: nodes.Node | None = None) -> None:
-        """Have every conversation rendered whole."""
+    def refuse(self, why: str, node: nodes.Node | None = None) -> Of:
+        """Have every conversation rendered whole. Returns the label of a value that cannot be followed."""
         self.whole_because[f"{why} (line {node.lineno})" if node is not None else why] = None
+        return Of.NUMBER
 
     def condition(self) -> Of:
         """What it depends on whether the current node is reached."""
@@ -184,14 +185,15 @@ class Reading:
 
     def depends_on_other_slots(self, attribute: str) -> bool:
         """Whether reaching the current node depends on other attributes that are set for one message after another."""
-        for test, _, labels in self.tests:
-            if labels & Of.STATE:
-                return True
-            if labels & Of.LATCH:
-                names = {node.attr for node in [test, *test.find_all(nodes.Getattr)] if isinstance(node, nodes.Getattr)}
-                if names & set(self.slots) - {attribute}:
-                    return True
-        return any(labels & Of.LATER for _, _, labels in self.tests)
+        others = set(self.slots) - {attribute}
+        return any(
+            labels & (Of.STATE | Of.LATER)
+            or (
+                labels & Of.LATCH
+                and others & {getattr(node, "attr", "") for node in (test, *test.find_all(nodes.Getattr))}
+            )
+            for test, _, labels in self.tests
+        )
 
     def is_of_a_user(self) -> bool:
         """Whether the current node is reached for each message of a user and no other; going backwards, for the last
