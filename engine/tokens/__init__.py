@@ -3,12 +3,11 @@
     tape.py           one append-only tape of typed spans; everything else is derived from it
     conversation.py   messages in, exact prompts out: one tape per branch
     loading.py        load_format: from a spec's `model` to a chat format
-    template.py       ChatTemplate: what every chat template has
+    template.py       ChatTemplate: what every chat template has; what it can show, found by rendering
     views.py          messages as chat templates read them
     reply_parser.py   from sampled ids to content, reasoning and tool calls; every attempt at a call is kept
     reply_readers.py  the parsers of the library `renderers`, by family; Qwen3's format without it
     bridge/           the tokens between two turns, checked
-    probing.py        what a chat template can show, found by rendering
     jinja_template.py the generic format: any chat template (jinja_source.py)
     families.py       known model families, through the library `renderers`
     choosing.py       which reader parses a template's replies

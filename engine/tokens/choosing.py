@@ -26,9 +26,8 @@ from engine.tokens.bridge.kinds import View
 from engine.tokens.catalogue import cache_root
 from engine.tokens.families import FAMILIES, make_reader
 from engine.tokens.jinja_template import JinjaTemplate
-from engine.tokens.probing import reads_template
 from engine.tokens.reply_parser import ParsedReply
-from engine.tokens.template import ChatTemplate
+from engine.tokens.template import ChatTemplate, reads_template
 from engine.tokens.toolcalls import FORMATS, PythonicFormat, tool_call_format
 
 _NAME = "probe_tool"

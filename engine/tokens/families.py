@@ -21,9 +21,8 @@ from engine.schemas.model import ModelSpec
 from engine.tokens.bridge.kinds import View
 from engine.tokens.bridge.wrapper import Bridge
 from engine.tokens.jinja_template import find_ends, stand_in_for
-from engine.tokens.probing import reads_template
 from engine.tokens.reply_readers import FamilyReader, Harmony
-from engine.tokens.template import ChatTemplate
+from engine.tokens.template import ChatTemplate, reads_template
 from engine.tokens.tokenizer import FastTokenizer
 from engine.tokens.toolcalls import tool_call_format
 

@@ -125,7 +125,7 @@ def _render(source: str, variables: Mapping[str, Any], messages: Sequence[View])
 
 def _shown(source: str, variables: Mapping[str, Any]) -> Shown:
     from engine.tokens.jinja_source import JinjaSource
-    from engine.tokens.probing import abilities_of, hidden_roles, rewritten_part
+    from engine.tokens.template import abilities_of, hidden_roles, rewritten_part
 
     try:
         template = JinjaSource(source, variables)

@@ -1,4 +1,4 @@
-"""What `engine validate` says of a chat template is what the chat format finds: both ask engine/tokens/probing.py."""
+"""What `engine validate` says of a chat template is what the chat format finds: both ask engine/tokens/template.py."""
 
 from __future__ import annotations
 

@@ -9,8 +9,7 @@ from engine.errors import BackendError, RenderError
 from engine.schemas.generation import FinishReason, Generation
 from engine.schemas.message import MalformedCall, Message, ToolCall
 from engine.tokens.conversation import Conversation
-from engine.tokens.probing import rewritten_part
-from engine.tokens.template import ChatTemplate
+from engine.tokens.template import ChatTemplate, rewritten_part
 
 
 def test_canonical_replies_give_the_ids_of_the_template(formats: Formats) -> None:

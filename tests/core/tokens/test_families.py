@@ -20,8 +20,7 @@ from engine.tokens.conversation import Conversation
 from engine.tokens.families import FamilyTemplate
 from engine.tokens.jinja_template import JinjaTemplate
 from engine.tokens.loading import load_format
-from engine.tokens.probing import rewritten_part
-from engine.tokens.template import ChatTemplate
+from engine.tokens.template import ChatTemplate, rewritten_part
 
 Formats = Callable[..., ChatTemplate]
 
