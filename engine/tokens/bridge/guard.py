@@ -151,28 +151,25 @@ class _Job:
         self.answer: Future[BranchFinding | None] = Future()
 
     def line(self) -> bytes:
-        """What the child gets of it."""
+        """What the child gets of it: the episode; for each branch its spans and ids; and for each the thread before its
+        last reply, replies as they were written, tools, tokens that another branch sampled, and the time.
+
+        A thread is how many of the episode's first messages it has or, where it has others, numbers of these and
+        messages.
+        """
         branches = [(spans, b64encode(ids).decode()) for spans, ids in self._branches]
+        threads = []
+        for number, asked in sorted(self._conversation.asked.items()):
+            thread, count = asked.thread, asked.length - 1
+            shown: Any = count
+            if thread.numbers is not None:
+                pairs = zip(thread.messages[:count], thread.numbers, strict=False)
+                shown = [message if place is None else place for message, place in pairs]
+            verbatim = {place: view for place, view in thread.verbatim.items() if place < count}
+            inherited = self._conversation.tapes[number].inherited
+            threads.append((shown, verbatim, asked.tools, inherited, asked.made))
         parts = [b'{"episode":', self._trajectory.encode(), b',"branches":', to_json(branches), b',"shown":']
-        return b"".join([*parts, to_json(_asked(self._conversation), inf_nan_mode="constants"), b"}"])
-
-
-def _asked(conversation: Conversation) -> list[tuple[Any, ...]]:
-    """For each branch: the thread before its last reply, replies as they were written, tools, tokens that another
-    branch sampled, and the time.
-
-    A thread is how many of the episode's first messages it has or, where it has others, numbers of these and messages.
-    """
-    branches = []
-    for number, asked in sorted(conversation.asked.items()):
-        thread, count = asked.thread, asked.length - 1
-        shown: Any = count
-        if thread.numbers is not None:
-            pairs = zip(thread.messages[:count], thread.numbers, strict=False)
-            shown = [message if place is None else place for message, place in pairs]
-        verbatim = {place: view for place, view in thread.verbatim.items() if place < count}
-        branches.append((shown, verbatim, asked.tools, conversation.tapes[number].inherited, asked.made))
-    return branches
+        return b"".join([*parts, to_json(threads, inf_nan_mode="constants"), b"}"])
 
 
 class _Asking:

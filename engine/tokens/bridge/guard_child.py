@@ -42,12 +42,8 @@ _MOST_FORMS = 16
 _forms: dict[str, _Form] = {}
 
 
-class _Run(msgspec.Struct, frozen=True):
-    """Tokens [start, end) of a branch."""
-
-    sampled: bool
-    start: int
-    end: int
+_Run = tuple[bool, int, int]
+"""Whether the model sampled it, and its tokens [start, end) of a branch."""
 
 
 class _Piece(msgspec.Struct, frozen=True):
@@ -213,7 +209,7 @@ class _Form:
 
     def piece(self, ids: list[int], run: _Run, images: Sequence[Sequence[int]]) -> _Piece:
         """One run of a branch."""
-        sampled, start, end = run.sampled, run.start, run.end
+        sampled, start, end = run
         run_ids = ids[start:end]
         markers: list[tuple[int, int]] = []
         for begin, stop in reversed(images):
@@ -319,14 +315,15 @@ def _difference(form: _Form, messages: list[Json], spans: Any, data: str, place:
         return answer | {"spelled": _is_spelled(form, shown, verbatim, tools, now, pieces)}
 
     pieces: list[_Piece] = []
+    prompted = runs[-1][-1]
     try:
         text = form.unmarked(form.render(views, tools, now), verbatim)
     except MemoryError:
         raise
     except Exception as error:  # noqa: BLE001 - a template may raise anything
-        return difference(runs[-1].end, f"the chat template refuses the conversation before it: {error}")
-    same = not images and form.normal(form.decode(ids[: runs[-1].end])) == text
-    pieces = [form.piece(ids, run, images) for run in runs if not same or not run.sampled]
+        return difference(prompted, f"the chat template refuses the conversation before it: {error}")
+    same = not images and form.normal(form.decode(ids[:prompted])) == text
+    pieces = [form.piece(ids, run, images) for run in runs if not same or not run[0]]
     if not same:
         apart = _apart(pieces, text)
         if apart is not None and form.tells_time:  # the prompt was rendered a little before its time was noted
@@ -381,7 +378,7 @@ def _runs(spans: list[Any], inherited: Sequence[Sequence[int]]) -> tuple[list[_R
     runs: list[_Run] = []
     for kind, start, end, *_ in token_spans[: replies[-1]]:
         cuts = [start, *(edge for run in inherited for edge in run), end] if kind == "prompt" else [start, end]
-        runs += [_Run(kind in _SAMPLED or number % 2 == 1, *run) for number, run in enumerate(pairwise(cuts))]
+        runs += [(kind in _SAMPLED or number % 2 == 1, *run) for number, run in enumerate(pairwise(cuts))]
     return runs, [span[1:3] for span in spans if span[0] == "image"], len(replies)
 
 

@@ -221,17 +221,14 @@ class _Statements(Expressions):
         parts = [part for inner in node.body for part in (inner.nodes if isinstance(inner, nodes.Output) else [inner])]
         written = [part for part in parts if not (isinstance(part, nodes.TemplateData) and part.data.isspace())]
         only_raises = all(calls(part, "raise_exception") for part in written) and not node.elif_ and not node.else_
-        test = node.test
-        if not (only_raises and isinstance(test, nodes.Compare) and len(test.ops) == 1):
-            return False
-        left, right = test.expr, test.ops[0].expr
-        if not (
-            isinstance(left, nodes.Compare) and isinstance(right, nodes.Compare) and isinstance(right.expr, nodes.Mod)
-        ):
-            return False
-        number, modulus = self.number(right.expr.left), right.expr.right
-        is_odd = number is not None and number[0] == "place" and isinstance(modulus, nodes.Const) and modulus.value == 2
-        return is_odd and not self.value(left)
+        match node.test:
+            case nodes.Compare(
+                expr=nodes.Compare() as is_user,
+                ops=[nodes.Operand(expr=nodes.Compare(expr=nodes.Mod(left=place, right=nodes.Const(value=2))))],
+            ) if only_raises:
+                number = self.number(place)
+                return number is not None and number[0] == "place" and not self.value(is_user)
+        return False
 
     def _for(self, node: nodes.For) -> None:
         item = labels = self.value(node.iter)

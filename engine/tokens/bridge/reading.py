@@ -270,8 +270,10 @@ def conjuncts(test: nodes.Node) -> Iterator[nodes.Node]:
 
 def _says_user(test: nodes.Node) -> bool:
     """Whether a test is `message.role == "user"`."""
-    if not (isinstance(test, nodes.Compare) and len(test.ops) == 1 and test.ops[0].op == "eq"):
-        return False
-    left, right = test.expr, test.ops[0].expr
-    key = left.attr if isinstance(left, nodes.Getattr) else getattr(getattr(left, "arg", None), "value", None)
-    return key == "role" and isinstance(right, nodes.Const) and right.value == "user"
+    match test:
+        case nodes.Compare(
+            expr=nodes.Getattr(attr="role") | nodes.Getitem(arg=nodes.Const(value="role")),
+            ops=[nodes.Operand(op="eq", expr=nodes.Const(value="user"))],
+        ):
+            return True
+    return False
