@@ -113,14 +113,12 @@ class _Quoted:
 
     def _trimmed(self, name: str, *args: Any) -> str:
         text, units = unquote(self._text), _units(self._text)
-        left = name in ("strip", "lstrip", "removeprefix")
-        rest = getattr(text, {"strip": "lstrip"}.get(name, name))(*map(plain, args)) if left else text
-        start = len(text) - len(rest)
-        trimmed = (
-            getattr(rest, {"strip": "rstrip"}.get(name, name))(*map(plain, args))
-            if name not in ("lstrip", "removeprefix")
-            else rest
-        )
+        trimmed = getattr(text, name)(*map(plain, args))
+        start = 0
+        if name == "strip":  # what is before begins with none of its characters
+            start = text.index(trimmed)
+        elif name in ("lstrip", "removeprefix"):
+            start = len(text) - len(trimmed)
         return "".join(units[start : start + len(trimmed)])
 
     def replaced(self, old: str, new: str, count: int = -1) -> str:
@@ -136,42 +134,25 @@ class _SeenThrough(NodeTransformer):
     def _wrapped(node: nodes.Node, filter_: str, *args: nodes.Expr) -> nodes.Expr:
         return nodes.Filter(node, filter_, list(args), [], None, None, lineno=node.lineno)
 
-    def visit_Compare(self, node: nodes.Compare) -> nodes.Node:  # noqa: N802
-        """Both sides are compared before quoting."""
-        self.generic_visit(node)
-        node.expr = self._wrapped(node.expr, "plain")
-        for operand in node.ops:
-            operand.expr = self._wrapped(operand.expr, "plain")
-        return node
-
-    def visit_Test(self, node: nodes.Test) -> nodes.Node:  # noqa: N802
-        """Tests that compare."""
-        self.generic_visit(node)
-        if node.name in _TESTS:
-            node.node = self._wrapped(node.node, "plain")
-        return node
-
-    def visit_Filter(self, node: nodes.Filter) -> nodes.Node:  # noqa: N802
-        """Filters that count."""
-        self.generic_visit(node)
-        if node.node is not None and node.name in ("length", "count", "wordcount", "int", "float"):
-            node.node = self._wrapped(node.node, "plain")
-        elif node.node is not None and node.name in ("list", "first", "last"):
-            node.node = self._wrapped(node.node, "characters")
-        return node
-
-    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:  # noqa: N802
-        """Slices, which do not go through the environment."""
-        self.generic_visit(node)
-        if not isinstance(node.arg, nodes.Slice):
-            return node
-        ends = [end if end is not None else nodes.Const(None) for end in (node.arg.start, node.arg.stop, node.arg.step)]
-        return self._wrapped(node.node, "cut", *ends)
-
-    def visit_For(self, node: nodes.For) -> nodes.Node:  # noqa: N802
-        """Loops over characters."""
-        self.generic_visit(node)
-        node.iter = self._wrapped(node.iter, "characters")
+    def generic_visit(self, node: nodes.Node, *args: Any, **kwargs: Any) -> nodes.Node:
+        """Wrap what a node looks at, after its parts."""
+        super().generic_visit(node, *args, **kwargs)
+        match node:
+            case nodes.Compare():
+                node.expr = self._wrapped(node.expr, "plain")
+                for operand in node.ops:
+                    operand.expr = self._wrapped(operand.expr, "plain")
+            case nodes.Test() if node.name in _TESTS:
+                node.node = self._wrapped(node.node, "plain")
+            case nodes.Filter(node=nodes.Expr() as text, name="length" | "count" | "wordcount" | "int" | "float"):
+                node.node = self._wrapped(text, "plain")
+            case nodes.Filter(node=nodes.Expr() as text, name="list" | "first" | "last"):
+                node.node = self._wrapped(text, "characters")
+            case nodes.Getitem(arg=nodes.Slice() as part):  # slices do not go through the environment
+                ends = [nodes.Const(None) if end is None else end for end in (part.start, part.stop, part.step)]
+                return self._wrapped(node.node, "cut", *ends)
+            case nodes.For():
+                node.iter = self._wrapped(node.iter, "characters")
         return node
 
 

@@ -192,10 +192,8 @@ def probe(kind: int, index: int, style: Callable[[str], str]) -> View:
         return {"role": "user", "content": wrapped if kind == WRAPPED else f"\n{wrapped} "}
     if kind >= BLANK_SYSTEM:
         kind, content = kind - BLANK_SYSTEM, ""
-    if kind == SYSTEM:
-        return {"role": "system", "content": content}
-    if kind == USER:
-        return {"role": "user", "content": content}
+    if kind in (SYSTEM, USER):
+        return {"role": "system" if kind == SYSTEM else "user", "content": content}
     if kind == TOOL:
         return {"role": "tool", "content": content, "name": TOOL_NAME, "tool_call_id": f"call_0_{index}"}
     blank, flags = divmod(kind - ASSISTANT, BLANK)
