@@ -75,7 +75,6 @@ class Tape:
         "_logprobs",
         "_placed",
         "_placeholder",
-        "_sampled",
         "_spans",
         "_turn",
         "_versions",
@@ -85,6 +84,7 @@ class Tape:
         "inherited",
         "reason",
         "routed",
+        "sampled",
         "texts",
     )
 
@@ -101,7 +101,8 @@ class Tape:
         self._view: IntVector | None = None
         """The view that `ids` gave since the last append."""
         self._logprobs: FloatVector = np.empty(0, np.float32)
-        self._sampled = 0
+        self.sampled = 0
+        """How many tokens were sampled."""
         self._spans = array("i")
         self._versions = array("i")
         self._turn = -1
@@ -126,14 +127,9 @@ class Tape:
             self._view.flags.writeable = False
         return self._view
 
-    @property
-    def sampled(self) -> int:
-        """How many tokens were sampled."""
-        return self._sampled
-
     def newest_logprobs(self, count: int) -> FloatVector:
         """The log-probs of the last sampled tokens, float32 [count]."""
-        return self._logprobs[self._sampled - count : self._sampled]
+        return self._logprobs[self.sampled - count : self.sampled]
 
     @property
     def spans(self) -> list[Span]:
@@ -217,11 +213,11 @@ class Tape:
             self._experts.append(experts)
             self.routed += len(experts)
         self._versions += versions
-        end = self._sampled + count
+        end = self.sampled + count
         if end > len(self._logprobs):
-            self._logprobs = _grown(self._logprobs, self._sampled, count)
-        self._logprobs[self._sampled : end] = generation.logprobs
-        self._sampled, self._turn = end, turn
+            self._logprobs = _grown(self._logprobs, self.sampled, count)
+        self._logprobs[self.sampled : end] = generation.logprobs
+        self.sampled, self._turn = end, turn
         self._put(_GENERATED, generation.output_ids, turn)
         return start, start + count
 
@@ -316,7 +312,7 @@ class Tape:
         sampled = np.repeat(kinds[:count] == _GENERATED, lengths)
         turn_ids = np.repeat(turns[:count], lengths)
         logprobs = np.zeros(n, np.float32)
-        logprobs[sampled] = self._logprobs[: self._sampled]
+        logprobs[sampled] = self._logprobs[: self.sampled]
         versions = np.full(n, -1, np.int32)
         run = iter(self._versions)
         for version, start, end in zip(run, run, run, strict=True):

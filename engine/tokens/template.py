@@ -82,6 +82,10 @@ class ChatTemplate(ABC):
     ) -> None:
         self.name = name
         self.fast = tokenizer
+        self.encode = tokenizer.encode
+        """Text -> ids, nothing added. Special tokens that the text spells become tokens."""
+        self.decode = tokenizer.decode
+        """Ids [tokens] -> text, nothing left out."""
         self.vocab_size = vocab_size
         self.context = context
         self.tool_role: str = spec.tool_role
@@ -138,14 +142,6 @@ class ChatTemplate(ABC):
         return self.fast.real
 
     # --- text and ids -------------------------------------------------------------------------------------
-
-    def encode(self, text: str) -> list[int]:
-        """Text -> ids, nothing added. Special tokens that the text spells become tokens."""
-        return self.fast.encode(text)
-
-    def decode(self, ids: Sequence[int] | IntVector) -> str:
-        """Ids [tokens] -> text, nothing left out."""
-        return self.fast.decode(ids)
 
     @cached_property
     def stops(self) -> list[str]:
