@@ -15,7 +15,6 @@ for a whole tape `end_in`).
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +37,6 @@ TRIMS: tuple[Callable[[str], str], ...] = (
     lambda text: text.lstrip("\n"),
 )
 """How a template may trim a text that it copies; a wrapper trims in one of the first four ways."""
-_WORD = re.compile(r"\S+")
 
 
 class Bridge(msgspec.Struct, frozen=True):
@@ -148,21 +146,13 @@ def remainder(said: str, shown: str) -> str | None:
     if said_words == shown_words:
         rest = shown[len(shown.rstrip()) :]
     elif shown_words.startswith(said_words):
-        rest = shown[_end_of(len(said_words), shown) :]
+        ends = [at + 1 for at, character in enumerate(shown) if not character.isspace()]
+        rest = shown[ends[len(said_words) - 1] :] if said_words else shown
     else:
         return None
     space = said[len(said.rstrip()) :]
     written = rest[: len(rest) - len(rest.lstrip())]
     return rest[len(space) :] if written.startswith(space) else rest.lstrip()
-
-
-def _end_of(characters: int, text: str) -> int:
-    """The index after so many characters that are not white space."""
-    for word in _WORD.finditer(text) if characters else ():
-        characters -= len(word[0])
-        if characters <= 0:
-            return word.end() + characters
-    return 0
 
 
 Piece = tuple[bool, str]
