@@ -24,9 +24,10 @@ from engine.schemas.message import MalformedCall, ToolCall
 from engine.schemas.model import ModelSpec
 from engine.tokens.bridge.kinds import View
 from engine.tokens.catalogue import cache_root
-from engine.tokens.families import FAMILIES, make_reader
+from engine.tokens.families import FAMILIES, make_renderer
 from engine.tokens.jinja_template import JinjaTemplate
 from engine.tokens.reply_parser import ParsedReply
+from engine.tokens.reply_readers import FamilyReader, Harmony
 from engine.tokens.template import ChatTemplate, reads_template
 from engine.tokens.toolcalls import FORMATS, PythonicFormat, tool_call_format
 
@@ -287,7 +288,8 @@ def _set_reader(template: JinjaTemplate, name: str, spec: ModelSpec) -> str:
         template.call_format = FORMATS[name]()
         return ""
     try:
-        template.reader = make_reader(name, template.fast, spec, template.stop_set)
+        library: Any = Harmony(template.fast) if name == "gpt-oss" else make_renderer(name, template.fast, spec)
+        template.reader = FamilyReader(name, library, template.fast, template.stop_set)
     except Exception as error:  # noqa: BLE001 - each family refuses foreign tokenizers in its own way
         return f"{_NO_FIT}: {error}"
     template.knows_reasoning = template.shows_reasoning or template.reader.has_reasoning_channel

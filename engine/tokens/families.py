@@ -21,7 +21,7 @@ from engine.schemas.model import ModelSpec
 from engine.tokens.bridge.kinds import View
 from engine.tokens.bridge.wrapper import Bridge
 from engine.tokens.jinja_template import find_ends, stand_in_for
-from engine.tokens.reply_readers import FamilyReader, Harmony
+from engine.tokens.reply_readers import FamilyReader
 from engine.tokens.template import ChatTemplate, reads_template
 from engine.tokens.tokenizer import FastTokenizer
 from engine.tokens.toolcalls import tool_call_format
@@ -62,19 +62,6 @@ FAMILIES = {
 """Families whose readers `auto` tries, in this order, and a token that each cannot do without: the library takes a
 second to import, and some families fetch a vocabulary, so a family is not tried on a tokenizer without its token. Only
 the test on the template decides (choosing.py)."""
-
-
-def make_reader(name: str, tokenizer: FastTokenizer, spec: ModelSpec, stops: frozenset[int]) -> FamilyReader:
-    """The reader of one family. Raises whatever the library raises for a tokenizer that is not the family's.
-
-    Args:
-        name: A key of `FAMILIES`.
-        tokenizer: The tokenizer.
-        spec: The spec's `model`.
-        stops: Ids that end a reply.
-    """
-    library: Any = Harmony(tokenizer) if name == "gpt-oss" else make_renderer(name, tokenizer, spec)
-    return FamilyReader(name, library, tokenizer, stops)
 
 
 def family_format(

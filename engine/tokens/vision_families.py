@@ -110,11 +110,12 @@ class QwenSizes:
     def __init__(self, processor: Any) -> None:
         """`processor`: the model's own processor."""
         settings = _converting(processor)
+        if not settings.do_resize:
+            raise ValueError("it does not scale images to whole squares of patches")
         self._token = str(processor.image_token)
         self._resize = import_module(type(settings).__module__).smart_resize
         size = dict(settings.size)
         self._limits = {"min_pixels": size["shortest_edge"], "max_pixels": size["longest_edge"]}
-        self._scaled = bool(settings.do_resize)
         self._patch, self._merge = int(settings.patch_size), int(settings.merge_size)
         self._frames = int(settings.temporal_patch_size)
         self._resample = int(settings.resample)
@@ -127,20 +128,11 @@ class QwenSizes:
     def plan(self, width: int, height: int) -> ImagePlan:
         """What becomes of an image of this size; grid: (t, h, w) in patches. Raises: ValueError: the processor refuses
         this size."""
-        factor = self._patch * self._merge
-        if self._scaled:
-            height, width = self._resize(height, width, factor, **self._limits)
-        if width % factor or height % factor:
-            raise ValueError(f"{width} x {height} pixels are not whole squares of {factor}")
+        height, width = self._resize(height, width, self._patch * self._merge, **self._limits)
         grid = (1, height // self._patch, width // self._patch)
         count = grid[1] * grid[2] // self._merge**2
-        sizes = ((width, height),) if self._scaled else ()
-        return ImagePlan(
-            grid=grid,
-            text=self._token * count,
-            placeholders=count,
-            recipe=Recipe(sizes=sizes, tile=0, resample=self._resample),
-        )
+        recipe = Recipe(sizes=((width, height),), tile=0, resample=self._resample)
+        return ImagePlan(grid=grid, text=self._token * count, placeholders=count, recipe=recipe)
 
     def arrange(self, pixels: np.ndarray) -> np.ndarray:
         """The pixels of `ImagePlan.recipe`, uint8 [tiles, height, width, 3], in the order of the tensors: uint8
