@@ -88,8 +88,9 @@ class Ledger:
             if posting.start is not None and posting.end is not None:
                 part = TurnPart(start=posting.start, end=posting.end, call=posting.call)
             place, sets = (posting.turn, posting.name, part), posting.op == "set"
-            partials = (posting.after,) if sets else _plus(ledger._account(place), posting.delta)
-            ledger._put(place, partials, replaces=sets)
+            ledger._put(
+                place, (posting.after,) if sets else _plus(ledger._account(place), posting.delta), replaces=sets
+            )
             ledger._postings.append(posting)
         return ledger
 
@@ -124,8 +125,9 @@ class Ledger:
             changes = (self._transfers if event.op == "transfer" else self._writes)(event, at_turn, among)
             return self._write(changes, event, at_turn)
         except LedgerError as error:
-            who = event.source or "a reward event"
-            raise LedgerError(f"{who}: {error}", blame=blame_of(event.source, blames)) from None
+            raise LedgerError(
+                f"{event.source or 'a reward event'}: {error}", blame=blame_of(event.source, blames)
+            ) from None
 
     def _writes(self, event: RewardEvent, at_turn: int, among: Turns | None) -> list[tuple[_Place, float]]:
         """`add` and `set`: each place with the amount to add, or the new amount."""
@@ -167,9 +169,9 @@ class Ledger:
             if event.share is None:
                 assert event.value is not None  # RewardEvent holds to it
                 if event.name is None and len(accounts) > 1:
-                    names = _listed(accounts)
                     raise LedgerError(
-                        f"a transfer of {event.value} without a `name`, and turn {turn} holds {names}; say which"
+                        f"a transfer of {event.value} without a `name`, and turn {turn} holds {_listed(accounts)}; say "
+                        "which"
                     )
                 if event.name is None:
                     payments += [(turn, name, event.value * weight) for name in accounts]
@@ -398,8 +400,9 @@ def resolve_address(
         try:
             weights = [(turn, discount ** (at_turn - turn)) for turn in range(turns)]
         except OverflowError:
-            message = f"`discount: {discount}` to the power of {at_turn} is not finite; use a smaller one"
-            raise LedgerError(message) from None
+            raise LedgerError(
+                f"`discount: {discount}` to the power of {at_turn} is not finite; use a smaller one"
+            ) from None
     elif isinstance(address, TurnChoice):
         chosen = None if among is None else among.find(address)
         weights = [] if chosen is None else [(chosen, 1.0)]

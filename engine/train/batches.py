@@ -44,8 +44,12 @@ class GroupBuilder:
 
     def __init__(self, spec: EpisodeSpec, train: TrainSpec, base: Path | None) -> None:
         credit = spec.rewards.credit
-        members = credit.needs_values or train.kl.in_reward
-        self._builder = RowBuilder(credit=credit, placement=spec.rewards.placement, base=base, members=members)
+        self._builder = RowBuilder(
+            credit=credit,
+            placement=spec.rewards.placement,
+            base=base,
+            members=credit.needs_values or train.kl.in_reward,
+        )
         self._train = train
         self._limits = spec.limits
         self._most = most_reply_tokens(spec)
@@ -62,13 +66,12 @@ class GroupBuilder:
             TrainError: as in `rows`.
         """
         small = self.is_small(trajectories, request.samples)
-        rows = [] if small else self.rows(trajectories)
         return Group(
             number=request.number,
             task_id=request.task.id,
             version=request.version,
             trajectories=trajectories,
-            rows=rows,
+            rows=[] if small else self.rows(trajectories),
             small=small,
         )
 

@@ -137,9 +137,8 @@ class EpisodeSteps(StepSource):
         """Build the training rows of a step from the run store."""
         rows: list[TrainingRow] = []
         for number in record.used:
-            task_id = record.tasks[str(number)]
             samples = range(self._trainer.spec.rollout.samples_per_task)
-            episodes = [self._stored.finished(task_id, sample) for sample in samples]
+            episodes = [self._stored.finished(record.tasks[str(number)], sample) for sample in samples]
             of_group = self._rows.rows([trajectory for trajectory in episodes if trajectory is not None])
             if not of_group:
                 return None
@@ -201,13 +200,14 @@ class EpisodeSteps(StepSource):
         """The metrics of a batch before its update."""
         spec, step = self._trainer.spec, self._trainer.state.step + 1
         self._warnings = []
-        groups = [*batch.used, *batch.left_out]
         metrics = batch.metrics(tuple(spec.tasks.mix or ()))
         for observer in self._trainer.observers:
             more, warning = observer.sampled(step, batch)
             metrics |= more
             self._warnings += [warning] if warning else []
-        metrics |= masked_metrics(spec, (trajectory for group in groups for trajectory in group.trajectories))
+        metrics |= masked_metrics(
+            spec, (trajectory for group in [*batch.used, *batch.left_out] for trajectory in group.trajectories)
+        )
         metrics |= self._draws.metrics(step, len(batch.skipped), batch.forced)
         return metrics
 

@@ -156,5 +156,4 @@ EVALUATE_TRAINING: Hook[Callable[[Trainer], Evaluator | None]] = Hook("evaluate_
 
 def open_evaluator(trainer: Trainer) -> Evaluator:
     """The evaluator of a training, of the first plugin that has one."""
-    made = (make(trainer) for make in EVALUATE_TRAINING.all(written(trainer.spec)))
-    return next((evaluator for evaluator in made if evaluator is not None), Evaluator())
+    return next(iter(EVALUATE_TRAINING.made(written(trainer.spec), trainer)), Evaluator())

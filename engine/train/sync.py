@@ -112,5 +112,4 @@ for it."""
 
 def open_memory(loaded: LoadedSpec, backend: Backend) -> LentMemory:
     """The memory of the servers of a training. `backend`: not started yet."""
-    lent = (lend(loaded, backend) for lend in LEND_MEMORY.all(used_plugins(loaded.spec)))
-    return next((memory for memory in lent if memory is not None), LentMemory())
+    return next(iter(LEND_MEMORY.made(used_plugins(loaded.spec), loaded, backend)), LentMemory())

@@ -131,8 +131,7 @@ class LocalBackend(Backend):
         except asyncio.CancelledError:
             worker.end()
             raise
-        contexts = (self.context, worker.packed.context)
-        self.context = min((value for value in contexts if value), default=None)
+        self.context = min((value for value in (self.context, worker.packed.context) if value), default=None)
         self._vocab = min(self._vocab or worker.packed.vocab, worker.packed.vocab)
         self._device = worker.packed.device
         self._worker = worker
@@ -180,8 +179,13 @@ class LocalBackend(Backend):
 
         if len(request.images) != len(request.image_spans):
             raise BackendError("the number of images differs from the number of `image_spans`", kind="bad_request")
-        digests = [image.image for image in request.images]
-        return place_images(self._vision, request.input_ids, digests, request.image_spans, self._marks)
+        return place_images(
+            self._vision,
+            request.input_ids,
+            [image.image for image in request.images],
+            request.image_spans,
+            self._marks,
+        )
 
     async def generate(self, request: GenerateRequest) -> Generation:
         """Sample one reply.

@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from functools import partial
 from inspect import signature
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -269,7 +270,10 @@ class BatchedModel:
         used = list(range(min(2, rows)))
         try:
             self._set_attention()
-            got = self._in_pieces(ids, used, length)
+            logprobs = []
+            for start, end in pairwise((0, length - 8, length - 4, length - 1, length)):
+                chunks = [RowChunk(row=row, ids=ids[row, start:end].tolist(), past=start) for row in used]
+                logprobs.append(self.forward(chunks, used).log_softmax(-1))
         except (TypeError, ValueError, AttributeError, AssertionError, IndexError, RuntimeError) as error:
             raise BackendError(
                 f"the local backend cannot run {type(self.model).__name__} ({folder}): {error}; "
@@ -279,7 +283,7 @@ class BatchedModel:
         finally:
             self.store.tensors.clear()
         wanted = expected[used][:, [length - 5, length - 2, length - 1]]
-        apart = float((got - wanted).abs().mean())
+        apart = float((torch.stack(logprobs[1:], dim=1) - wanted).abs().mean())
         if not apart <= _TOLERANCE[self.dtype]:
             raise BackendError(
                 f"the local backend's log-probs for {type(self.model).__name__} ({folder}) differ from the model's own "
@@ -287,15 +291,6 @@ class BatchedModel:
                 "serve this model with `backend: {kind: sglang}`",
                 kind="unsupported_model",
             )
-
-    def _in_pieces(self, ids: torch.Tensor, rows: list[int], length: int) -> torch.Tensor:
-        """Log-probs [rows, 3, vocab] after length - 4, length - 1 and length tokens."""
-        pieces = [(0, length - 8), (length - 8, length - 4), (length - 4, length - 1), (length - 1, length)]
-        found = []
-        for start, end in pieces:
-            chunks = [RowChunk(row=row, ids=ids[row, start:end].tolist(), past=start) for row in rows]
-            found.append(self.forward(chunks, list(range(len(rows)))).log_softmax(-1))
-        return torch.stack(found[1:], dim=1)
 
 
 def copy_weights(model: Any, state: dict[str, torch.Tensor]) -> None:
@@ -307,11 +302,15 @@ def copy_weights(model: Any, state: dict[str, torch.Tensor]) -> None:
         BackendError: Names or shapes differ from the model's.
     """
     parameters = model.state_dict()
-    strange = [name for name in state if name not in parameters]
-    shapes = [name for name in state if name in parameters and parameters[name].shape != state[name].shape]
     replaced = {parameters[name].data_ptr() for name in state if name in parameters}
-    missing = [name for name, value in parameters.items() if name not in state and value.data_ptr() not in replaced]
-    for problem, names in (("unknown", strange), ("of another shape", shapes), ("missing", missing)):
+    problems = {
+        "unknown": [name for name in state if name not in parameters],
+        "of another shape": [
+            name for name in state if name in parameters and parameters[name].shape != state[name].shape
+        ],
+        "missing": [name for name, value in parameters.items() if value.data_ptr() not in replaced],
+    }
+    for problem, names in problems.items():
         if names:
             raise BackendError(
                 f"the new weights do not fit the model: {len(names)} {problem}, such as {names[0]!r}",

@@ -138,8 +138,7 @@ def sample(logits: torch.Tensor, states: Sequence[SamplingState], places: Sequen
         chances = weights[picked, :vocab].double() / total[picked, None]
         ids[picked] = _filtered(chances, [states[row] for row in cut], draws[picked])
     ids.clamp_(0, vocab - 1)  # a row of nan gives an arbitrary id; its log-prob is nan
-    chosen = logits.gather(1, ids[:, None])[:, 0] - best.values
-    logprobs = (chosen.double() - total.log()).float()
+    logprobs = ((logits.gather(1, ids[:, None])[:, 0] - best.values).double() - total.log()).float()
     return SampledStep(ids=ids.cpu().numpy(), logprobs=logprobs.cpu().numpy())
 
 

@@ -156,6 +156,5 @@ def build(folder: Path, seed: int = 0, **changes: Any) -> Path:
         "pad_token_id": ids["<|endoftext|>"],
         "tie_word_embeddings": True,
     }
-    config = Qwen2Config(**(settings | changes))
-    save_model(folder, lambda: Qwen2ForCausalLM(config), seed, ids)
+    save_model(folder, lambda: Qwen2ForCausalLM(Qwen2Config(**(settings | changes))), seed, ids)
     return folder

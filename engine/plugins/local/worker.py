@@ -197,10 +197,8 @@ class SamplingWorker:
                 row = self.table.admit(pending)
             except Exception as error:
                 log.exception("a row could not be assigned to a request")
-                failure = BackendError(
-                    f"a row could not be assigned to the request: {type(error).__name__}: {error}", kind="step_failed"
-                )
-                self._answer(pending.loop, pending.future, failure)
+                reason = f"a row could not be assigned to the request: {type(error).__name__}: {error}"
+                self._answer(pending.loop, pending.future, BackendError(reason, kind="step_failed"))
                 continue
             if row is not None:
                 self.counts["requests"] += 1
@@ -248,8 +246,8 @@ class SamplingWorker:
             rows, replies, drawn.ids.tolist(), drawn.logprobs.tolist(), strict=True
         ):
             if not np.isfinite(logprob):
-                message = "the model's logits are not a distribution (nan, or every token is banned)"
-                self._answer(pending.loop, pending.future, BackendError(message, kind="bad_logits"))
+                reason = "the model's logits are not a distribution (nan, or every token is banned)"
+                self._answer(pending.loop, pending.future, BackendError(reason, kind="bad_logits"))
                 self.table.finish(row)
                 continue
             row.push(token, logprob, self.version)

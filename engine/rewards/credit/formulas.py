@@ -164,8 +164,7 @@ def compare_episodes(spec: ComparedCredit, scores: Sequence[float]) -> Values:
 def compare_turns(spec: ComparedCredit, rows: Sequence[Values]) -> list[Values]:
     """Compare each turn's number with the group's at the same turn; an ended episode counts with 0. For each episode,
     float64 [turns]."""
-    longest = max((len(row) for row in rows), default=0)
-    padded = np.zeros((len(rows), longest))
+    padded = np.zeros((len(rows), max(map(len, rows), default=0)))
     for into, row in zip(padded, rows, strict=True):
         into[: len(row)] = row
     return [row[: len(of)].copy() for row, of in zip(compare(spec, padded), rows, strict=True)]
@@ -241,25 +240,19 @@ def gigpo(spec: GigpoCredit, group: Sequence[Member]) -> list[Values]:
     """
     by_episode = compare_episodes(spec, [member.total() for member in group])
     returns = [returns_to_go(member.rewards(), spec.gamma) for member in group]
-    by_state = same_state(group, returns, spec)
-    return [of_episode + spec.weight * turns for of_episode, turns in zip(by_episode.tolist(), by_state, strict=True)]
-
-
-def same_state(group: Sequence[Member], returns: Sequence[Values], spec: GigpoCredit) -> list[Values]:
-    """A^S: each turn's return relative to the turns that began in the same state. For each episode, float64 [turns]."""
     visits: dict[str, list[tuple[int, int]]] = {}
     for number, keys in enumerate(keys_of(group, spec.method)):
         for turn, key in enumerate(keys):
             if key:
                 visits.setdefault(key, []).append((number, turn))
-    advantages = [np.zeros(len(row)) for row in returns]
+    by_state = [np.zeros(len(row)) for row in returns]
     for places in visits.values():
         if len(places) == 1:
             continue
         compared = compare_episodes(spec, [float(returns[number][turn]) for number, turn in places])
         for (number, turn), value in zip(places, compared, strict=True):
-            advantages[number][turn] = value
-    return advantages
+            by_state[number][turn] = value
+    return [of_episode + spec.weight * turns for of_episode, turns in zip(by_episode.tolist(), by_state, strict=True)]
 
 
 def keys_of(group: Sequence[Member], method: str) -> list[Sequence[str]]:
