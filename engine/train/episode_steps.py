@@ -33,7 +33,6 @@ from engine.validate import refuse_first_tasks
 
 if TYPE_CHECKING:
     from engine.actions.services import Cost
-    from engine.runner.batch import Batch
     from engine.runner.counters import RunCounters
     from engine.schemas.generation import Generation
     from engine.schemas.journal import JournalEntry
@@ -185,8 +184,17 @@ class EpisodeSteps(StepSource):
         """Collect a batch of groups."""
         with self._trainer.timed("rollout"):
             batch = await self._schedule.batch()
-        metrics = self._metrics(batch)
-        self._solved = self._draws.results([*batch.used, *batch.left_out])
+        trainer, step = self._trainer, self._trainer.state.step + 1
+        metrics = batch.metrics(tuple(trainer.spec.tasks.mix or ()))
+        self._warnings = []
+        for observer in trainer.observers:
+            more, warning = observer.sampled(step, batch)
+            metrics |= more
+            self._warnings += [warning] if warning else []
+        groups = [*batch.used, *batch.left_out]
+        metrics |= masked_metrics(trainer.spec, (trajectory for group in groups for trajectory in group.trajectories))
+        metrics |= self._draws.metrics(step, len(batch.skipped), batch.forced)
+        self._solved = self._draws.results(groups)
         lacks_data = not batch.used and not any(group.rows for group in batch.left_out)
         return StepBatch(
             rows=batch.rows,
@@ -195,21 +203,6 @@ class EpisodeSteps(StepSource):
             tokens=metrics["episode/tokens"] * metrics["episodes/count"],
             lacking=batch.no_data(self._runner.faults) if lacks_data else None,
         )
-
-    def _metrics(self, batch: Batch) -> dict[str, float]:
-        """The metrics of a batch before its update."""
-        spec, step = self._trainer.spec, self._trainer.state.step + 1
-        self._warnings = []
-        metrics = batch.metrics(tuple(spec.tasks.mix or ()))
-        for observer in self._trainer.observers:
-            more, warning = observer.sampled(step, batch)
-            metrics |= more
-            self._warnings += [warning] if warning else []
-        metrics |= masked_metrics(
-            spec, (trajectory for group in [*batch.used, *batch.left_out] for trajectory in group.trajectories)
-        )
-        metrics |= self._draws.metrics(step, len(batch.skipped), batch.forced)
-        return metrics
 
     async def trained(self, version: int) -> None:
         """Let the schedule go on with the new weights."""

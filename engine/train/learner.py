@@ -17,10 +17,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from msgspec.structs import replace
+from safetensors import SafetensorError
 
 from engine.errors import TrainError
 from engine.train.auxiliary import AuxiliaryObjective, Forward
 from engine.train.distributed import ProcessGroup
+from engine.train.files import write_tensors
 from engine.train.loss_columns import (
     LossColumns,
     mean_length_of,
@@ -33,7 +35,7 @@ from engine.train.losses import objective
 from engine.train.metric_sums import MetricSums, mean_metrics
 from engine.train.optimizers import MasterWeights, learning_rate, make_optimizer, set_rate, update
 from engine.train.packing import Pack, pack_rows
-from engine.train.state_parts import StatePart, load_optimizer, load_parts, optimizer_tensors, save_parts
+from engine.train.state_parts import StatePart, load_optimizer, optimizer_tensors
 
 if TYPE_CHECKING:
     from engine.schemas.train import TrainSpec
@@ -312,7 +314,8 @@ class Learner:
         Raises: TrainError: kind `diverged`: a value is not finite; OSError: a process cannot write.
         """
         self.process_group.call_others("save_state", folder)
-        save_parts(self.state_parts(), folder, self.process_group)
+        for name, part in self.state_parts().items():
+            write_tensors(part.tensors(), folder / name, self.process_group)
 
     def load_state(self, folder: Path) -> None:
         """Read what `save_state` wrote, with this or another number of processes; each reads its part of each tensor.
@@ -320,7 +323,11 @@ class Learner:
         Raises: TrainError: kind `checkpoint`: a part cannot be read, or belongs to another model or other settings.
         """
         self.process_group.call_others("load_state", folder)
-        load_parts(self.state_parts(), folder)
+        try:
+            for name, part in self.state_parts().items():
+                part.load(folder / name)
+        except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+            raise TrainError(f"cannot resume from {folder}: {error}", kind="checkpoint") from error
 
     def follow(self) -> None:
         """In every process except process 0: run the calls of process 0 until it closes."""

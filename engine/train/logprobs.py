@@ -326,13 +326,22 @@ def _backward(
     for ids, group in groupby(blocks, key=lambda block: block.ids):
         summed = torch.zeros((ids.stop - ids.start, hidden.shape[1]), dtype=settings.total, device=hidden.device)
         for block in group:
-            gradients = _logit_gradients(block, given)
+            # p, or with entropy p (grad + grad_entropy (z - lse + entropy)); overwrites the block's logits
+            here, gradients = block.tokens, block.logits.sub_(given.sums[block.tokens, None])
+            if given.grad_entropy is None:
+                gradients.exp_()
+            else:
+                chances = gradients.exp()
+                gradients.add_(given.entropies[here, None]).mul_(given.grad_entropy[here, None].to(gradients.dtype))
+                gradients.add_(given.grad[here, None]).mul_(chances)
+            if block.slope is not None:
+                gradients.mul_(block.slope)
             if by_hidden is not None:
-                _add_product(by_hidden[block.tokens], gradients, block.weight)
+                _add_product(by_hidden[here], gradients, block.weight)
             if by_weight is not None:
-                _add_product(summed, gradients.t(), right[block.tokens])
+                _add_product(summed, gradients.t(), right[here])
             if by_bias is not None:
-                by_bias[ids] -= (gradients.t() @ outside[block.tokens]).to(by_bias.dtype)
+                by_bias[ids] -= (gradients.t() @ outside[here]).to(by_bias.dtype)
         if by_weight is not None:
             torch.neg(summed, out=summed)
             by_weight[ids] = summed
@@ -341,18 +350,3 @@ def _backward(
     if by_hidden is not None:
         by_hidden.mul_(-outside[:, None])
     return by_hidden, by_weight, by_bias
-
-
-def _logit_gradients(block: _Block, given: _BackwardInputs) -> torch.Tensor:
-    """p, or with entropy p (grad + grad_entropy (z - lse + entropy)). Overwrites the block's logits."""
-    here = block.tokens
-    gradients = block.logits.sub_(given.sums[here, None])
-    if given.grad_entropy is None:
-        gradients.exp_()
-    else:
-        chances = gradients.exp()
-        gradients.add_(given.entropies[here, None]).mul_(given.grad_entropy[here, None].to(gradients.dtype))
-        gradients.add_(given.grad[here, None]).mul_(chances)
-    if block.slope is not None:
-        gradients.mul_(block.slope)
-    return gradients

@@ -15,11 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from safetensors import SafetensorError
 
-from engine.errors import TrainError
 from engine.schemas.base import Struct
-from engine.train.files import read_tensors, stored_names, write_tensors
+from engine.train.files import read_tensors, stored_names
 from engine.train.optimizers import plain_moment, set_moment
 
 if TYPE_CHECKING:
@@ -41,21 +39,6 @@ class StatePart(Struct, frozen=True):
     """The tensors to write, of this process."""
     load: Callable[[Path], None]
     """Read the folder. It may raise ValueError, KeyError or RuntimeError where the files belong to other settings."""
-
-
-def save_parts(parts: Mapping[str, StatePart], folder: Path, process_group: ProcessGroup) -> None:
-    """Write each part into a folder of its own, in every process."""
-    for name, part in parts.items():
-        write_tensors(part.tensors(), folder / name, process_group)
-
-
-def load_parts(parts: Mapping[str, StatePart], folder: Path) -> None:
-    """Read what `save_parts` wrote, in every process. Raises: TrainError: kind `checkpoint`."""
-    try:
-        for name, part in parts.items():
-            part.load(folder / name)
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise TrainError(f"cannot resume from {folder}: {error}", kind="checkpoint") from error
 
 
 def optimizer_tensors(
