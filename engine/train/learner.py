@@ -23,13 +23,7 @@ from engine.errors import TrainError
 from engine.train.auxiliary import AuxiliaryObjective, Forward
 from engine.train.distributed import ProcessGroup
 from engine.train.files import write_tensors
-from engine.train.loss_columns import (
-    LossColumns,
-    mean_length_of,
-    minibatches,
-    weighted_parts,
-    whitened_advantages,
-)
+from engine.train.loss_columns import LossColumns, mean_length_of, minibatches, weighted_parts, whitened_advantages
 from engine.train.loss_tokens import LossTokens
 from engine.train.losses import objective
 from engine.train.metric_sums import MetricSums, mean_metrics

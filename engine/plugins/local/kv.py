@@ -126,11 +126,12 @@ class KVRows:
             tensor[:, target, :, :length] = tensor[:, source, :, :length]
 
     def take(self, row: int, length: int) -> Stash:
-        """Copy a row's first `length` tokens to a stash."""
+        """Copy a row's first `length` tokens to a stash, [layers, heads, length, width] each."""
         return {name: tensor[:, row, :, :length].clone() for name, tensor in self.tensors.items()}
 
     def put(self, row: int, stash: Stash, length: int) -> None:
-        """Copy the first `length` tokens of a stash to a row. Call `reserve` first."""
+        """Copy the first `length` tokens of a stash, [layers, heads, its length, width] each, to a row. Call `reserve`
+        first."""
         for name, states in stash.items():
             self.tensors[name][:, row, :, :length] = states[:, :, :length]
 
