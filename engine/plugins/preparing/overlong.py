@@ -19,8 +19,15 @@ import structlog
 from engine.actions.calling.code_call import is_async
 from engine.actions.spec_code import first_messages
 from engine.errors import EngineError, SpecError
-from engine.plugins.preparing.inputs import digest_of_files, digest_of_parts, rendering_digest
-from engine.plugins.preparing.jobs import ALONE, Job, PreparedCache, prepare
+from engine.plugins.preparing.jobs import (
+    ALONE,
+    Job,
+    PreparedCache,
+    digest_of_files,
+    digest_of_parts,
+    prepare,
+    rendering_digest,
+)
 from engine.schemas.message import ImagePart, Message, TextPart
 from engine.schemas.model import ModelSpec
 from engine.spec.code.entry import load_entry

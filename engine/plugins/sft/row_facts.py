@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from engine.errors import TrainError
-from engine.plugins.preparing.inputs import digest_of_files, digest_of_parts
-from engine.plugins.preparing.jobs import ALONE, Job, PreparedCache, prepare
+from engine.plugins.preparing.jobs import ALONE, Job, PreparedCache, digest_of_files, digest_of_parts, prepare
 from engine.spec.rows.parquet_rows import ParquetRows
 from engine.spec.rows.row import ListRows, RowFault, Rows
 from engine.spec.rows.text_rows import JsonlRows

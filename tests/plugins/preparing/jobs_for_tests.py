@@ -8,8 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from engine.plugins.preparing.inputs import digest_of_parts
-from engine.plugins.preparing.jobs import Job, PreparedCache, prepare
+from engine.plugins.preparing.jobs import Job, PreparedCache, digest_of_parts, prepare
 
 REMOTE = "jobs_for_tests:work"
 

@@ -18,8 +18,7 @@ from jobs_for_tests import run
 from slow_cases import slow_after, slow_but
 from waiting import process_runs
 
-from engine.plugins.preparing.inputs import digest_of_parts
-from engine.plugins.preparing.jobs import PreparedCache
+from engine.plugins.preparing.jobs import PreparedCache, digest_of_parts
 
 PROGRAM = jobs_for_tests.__file__
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from written_specs import save_spec
 
-from engine.plugins.preparing.inputs import rendering_digest
+from engine.plugins.preparing.jobs import rendering_digest
 from engine.plugins.preparing.overlong import PromptLengths
 from engine.schemas.message import Message
 from engine.schemas.model import ModelSpec
