@@ -29,6 +29,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -350,19 +351,17 @@ def finish_program(
     return ProgramResult(text, status, stopped)
 
 
-_probed: dict[int, str] = {}
 _probe_lock = threading.Lock()
 
 
 def refusal() -> str:
     """Why the sandbox does not work on this machine; empty if it does. Tested once for each user of the engine."""
     with _probe_lock:
-        if os.getuid() not in _probed:
-            _probed[os.getuid()] = _probe()
-        return _probed[os.getuid()]
+        return _probe(os.getuid())
 
 
-def _probe() -> str:
+@cache
+def _probe(uid: int) -> str:
     if sys.platform != "linux":
         return "bubblewrap needs Linux"
     if shutil.which("bwrap") is None:

@@ -269,7 +269,7 @@ def test_programs_run_side_by_side() -> None:
 
 
 def test_without_bubblewrap_it_refuses_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sandbox, "_probed", {})
+    monkeypatch.setattr(sandbox, "_probe", sandbox._probe.__wrapped__)
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(
         RuntimeError, match=r"bubblewrap is not installed: `apt install bubblewrap`. Or write `allow_unprotected"
@@ -285,7 +285,7 @@ def test_where_bubblewrap_is_not_permitted_it_refuses(monkeypatch: pytest.Monkey
     fake = tmp_path / "bwrap"
     fake.write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
     fake.chmod(0o755)
-    monkeypatch.setattr(sandbox, "_probed", {})
+    monkeypatch.setattr(sandbox, "_probe", sandbox._probe.__wrapped__)
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(RuntimeError, match=r"may be forbidden.*No permissions to create new namespace"):
         Shell()
