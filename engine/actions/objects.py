@@ -12,7 +12,7 @@ import structlog
 from engine import plugin
 from engine.actions.action import EpisodeObjects
 from engine.actions.calling.code_call import call_spec_code
-from engine.actions.calling.host import CodeOrigin, HostedObject, SpecCode, shape_or_fault
+from engine.actions.calling.host import CodeOrigin, HostedObject, SpecCode
 from engine.actions.services import EpisodeService
 from engine.actions.spec_code import CallToolsAction
 from engine.actions.toolbox import BoundTool, Toolbox, bind_tool
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from engine.schemas.environment import Task
     from engine.schemas.role import UserSpec
     from engine.schemas.trajectory import Blame
-    from engine.spec.code.signature import ToolShape
     from engine.spec.load import LoadedSpec
 
 
@@ -126,7 +125,9 @@ class ObjectBuilder:
         self._servers = ToolServers([tool for tool in spec.tools if tool.facts is not None], loaded, code)
         self._functions = [(item, tool) for item, tool in tools if not item.is_class]
         self._classes = [(item, tool) for item, tool in tools if item.is_class]
-        self._static: list[BoundTool] = [self._bound(*item.tool(), tool) for item, tool in self._functions]
+        self._static: list[BoundTool] = [
+            BoundTool(*item.tool(), self._seconds(tool), tool.effects) for item, tool in self._functions
+        ]
         """Tools that are plain functions: the same object for every episode."""
         self._added: list[BoundTool] = [plugin.load(tool.make)() for tool in added_tools(spec)]
         """Tools of plugins."""
@@ -146,9 +147,6 @@ class ObjectBuilder:
             loads=loads,
         )
         return self._code.load(origin, isolation)
-
-    def _bound(self, function: Any, shape: ToolShape, tool: ToolSpec) -> BoundTool:
-        return BoundTool(function, shape, self._seconds(tool), tool.effects)
 
     def _seconds(self, tool: ToolSpec) -> float:
         return tool.timeout or self._loaded.spec.limits.tool_seconds
@@ -211,15 +209,19 @@ class ObjectBuilder:
     async def _toolbox(self, objects: EpisodeObjects) -> Toolbox:
         tools = list(self._static)
         if (host := objects.host) is not None:
-            tools = [self._bound(*host.load(code).tool(), tool) for code, tool in self._functions]
+            tools = [
+                BoundTool(*host.load(code).tool(), self._seconds(tool), tool.effects) for code, tool in self._functions
+            ]
         tools += await self._servers.tools()
         for code, tool in self._classes:
             made = await self._construct(code, "tool", tool.effects, objects)
             if isinstance(made, HostedObject):
                 tools += _offered(made, self._seconds(tool), tool.effects)
             else:
-                shape = shape_or_fault(made, tool.name, f"tools: `{tool.use}`")
-                tools.append(self._bound(made, shape, tool))
+                where = f"tools: `{tool.use}`"
+                tools.append(
+                    bind_tool(made, name=tool.name, seconds=self._seconds(tool), effects=tool.effects, where=where)
+                )
         limits = self._loaded.spec.limits
         environment = self._loaded.spec.environment
         effects = environment.effects if environment else "pure"

@@ -113,17 +113,16 @@ class Zygote:
                 folder = tempfile.mkdtemp(prefix="engine-worker-")
                 os.chown(folder, planned.uid, planned.gid)
             pid = os.fork()
+            if pid == 0:
+                self._become(planned, channel, output, folder)
         except (OSError, Refused) as error:
             if folder is not None:
                 shutil.rmtree(folder, ignore_errors=True)
-            os.close(channel)
-            os.close(output)
             self._say(told="refused", id=id, message=f"no worker process could be started: {error}")
             return
-        if pid == 0:
-            self._become(planned, channel, output, folder)
-        os.close(channel)
-        os.close(output)
+        finally:
+            os.close(channel)
+            os.close(output)
         self._workers[pid] = _Worker(id, uid, folder)
         self._say(told="forked", id=id, pid=pid)
 
