@@ -276,15 +276,11 @@ class AskUserAction(SpecCodeAction):
             raise _bad_reply(
                 f"{who} returned neither content nor `satisfied`; the policy would be shown nothing", "user"
             )
-        return UserRecord(turn=self._in_the_specs_words(turn, episode))
-
-    def _in_the_specs_words(self, turn: UserTurn, episode: Episode) -> UserTurn:
-        """Return the turn with the spec's text for the problem of the reply, if there is one."""
         words = getattr(self._recover, turn.recover) if turn.recover and not turn.satisfied else None
-        if words is None:
-            return turn
-        content = fill_words(words, {**turn.fields, "task": episode.task.fields}, self._loaded.base)
-        return turn.model_copy(update={"content": content})
+        if words is not None:  # the spec has a text for the problem of the reply
+            content = fill_words(words, {**turn.fields, "task": episode.task.fields}, self._loaded.base)
+            turn = turn.model_copy(update={"content": content})
+        return UserRecord(turn=turn)
 
     def apply(self, episode: Episode, record: UserRecord) -> str:
         """Add the user's message to the conversation, and write its rewards and facts."""

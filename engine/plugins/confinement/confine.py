@@ -67,19 +67,14 @@ def apply(confinement: Confinement) -> None:
     if confinement.processes is not None:
         resource.setrlimit(resource.RLIMIT_NPROC, (confinement.processes, confinement.processes))
     if confinement.uid is not None:
-        _become(libc, confinement)
+        if confinement.reads:
+            libc.prctl(_KEEPCAPS, 1, 0, 0, 0)
+        os.setgroups([])
+        os.setresgid(confinement.gid, confinement.gid, confinement.gid)
+        os.setresuid(confinement.uid, confinement.uid, confinement.uid)
+        if confinement.reads and not _keep_reading(libc):
+            raise Refused("the capability to read files could not be kept")
     die_with_parent()  # after the change of uid, which clears this setting
-
-
-def _become(libc: ctypes.CDLL, confinement: Confinement) -> None:
-    assert confinement.uid is not None
-    if confinement.reads:
-        libc.prctl(_KEEPCAPS, 1, 0, 0, 0)
-    os.setgroups([])
-    os.setresgid(confinement.gid, confinement.gid, confinement.gid)
-    os.setresuid(confinement.uid, confinement.uid, confinement.uid)
-    if confinement.reads and not _keep_reading(libc):
-        raise Refused("the capability to read files could not be kept")
 
 
 def _keep_reading(libc: ctypes.CDLL) -> bool:

@@ -72,7 +72,11 @@ class Zygote:
                         self._handle(message)
         finally:
             for pid in list(self._workers):
-                self._end(pid)
+                worker = self._workers.pop(pid)
+                send_signal(pid)
+                with contextlib.suppress(ChildProcessError):
+                    os.waitpid(pid, 0)
+                self._sweep(pid, worker)
 
     def _say(self, **message: Any) -> None:
         with contextlib.suppress(OSError):
@@ -164,13 +168,6 @@ class Zygote:
             if worker is not None:
                 self._sweep(pid, worker)
                 self._say(told="ended", id=worker.id, status=os.waitstatus_to_exitcode(status))
-
-    def _end(self, pid: int) -> None:
-        worker = self._workers.pop(pid)
-        send_signal(pid)
-        with contextlib.suppress(ChildProcessError):
-            os.waitpid(pid, 0)
-        self._sweep(pid, worker)
 
     def _sweep(self, pid: int, worker: _Worker) -> None:
         """Kill every remaining process of a dead worker, and remove its temporary folder."""
