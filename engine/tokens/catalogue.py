@@ -36,8 +36,6 @@ from engine.terminal import echo
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from filelock import BaseFileLock
-
 MANIFEST = "catalogue.json"
 """Written last into a cached folder: what it was made from."""
 
@@ -180,12 +178,15 @@ def _advice(path: str) -> str:
 
 def _fetch(entry: CatalogueEntry | MadeEntry) -> Path:
     """Make the cached folder of a catalogue entry; other processes that need it wait."""
-    from filelock import FileLock
+    from filelock import FileLock, Timeout
 
     folder = cache_root() / "models" / entry.name
     folder.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(str(folder) + ".lock")
-    if _is_held(lock):
+    try:
+        lock.acquire(timeout=0)
+        lock.release()
+    except Timeout:
         echo(f"{entry.name}: another process is fetching it; waiting", err=True)
     with lock:
         if ready := cached(entry.name):
@@ -206,17 +207,6 @@ def _fetch(entry: CatalogueEntry | MadeEntry) -> Path:
             shutil.rmtree(workdir, ignore_errors=True)
     echo(f"{entry.name}: ready in {folder}", err=True)
     return folder
-
-
-def _is_held(lock: BaseFileLock) -> bool:
-    """Whether another process holds the lock."""
-    from filelock import Timeout
-
-    try:
-        with lock.acquire(timeout=0):
-            return False
-    except Timeout:
-        return True
 
 
 def _fill(entry: CatalogueEntry, workdir: Path, made: Path) -> str:

@@ -77,7 +77,13 @@ def picture(
         for t in resolved.transitions
         if t.source in resolved.states and not (t.wildcard and t.trigger not in possible.get(t.source, {t.trigger}))
     ]
-    alike = _alike(resolved, shown)
+    # Those from `"*"` that apply in every state that is not final.
+    standing = set(resolved.states) - resolved.final
+    sources: dict[_Any, set[str]] = {}
+    for t in shown:
+        if t.wildcard:
+            sources.setdefault(_as_any(t), set()).add(t.source)
+    alike = {key for key, states in sources.items() if states >= standing and len(standing) > 1}
     grouped: dict[tuple[str, str], dict[tuple[str, str | None], int]] = {}
     for t in shown:
         source = ANY_STATE if _as_any(t) in alike else t.source
@@ -104,16 +110,6 @@ _Any = tuple[str, str, str | None, int | None]
 
 def _as_any(t: ResolvedTransition) -> _Any:
     return t.trigger, t.dest, t.conditions, t.index
-
-
-def _alike(machine: ResolvedMachine, shown: list[ResolvedTransition]) -> set[_Any]:
-    """Transitions from `"*"` that apply in every state that is not final."""
-    standing = set(machine.states) - machine.final
-    sources: dict[_Any, set[str]] = {}
-    for t in shown:
-        if t.wildcard:
-            sources.setdefault(_as_any(t), set()).add(t.source)
-    return {key for key, states in sources.items() if states >= standing and len(standing) > 1}
 
 
 def mermaid(machine: MachineSpec | ResolvedMachine, counts: Counts | None = None, events: Events | None = None) -> str:

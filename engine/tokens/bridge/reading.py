@@ -112,8 +112,14 @@ class Reading:
     def __init__(self, tree: nodes.Template, variables: Mapping[str, Any], in_parts: bool) -> None:
         self.in_parts = in_parts
         self.variables = {**variables, "add_generation_prompt": True, "documents": None}
-        self.assigned = {node.name for node in tree.find_all(nodes.Name) if node.ctx in ("store", "param")}
-        self.constants = _constant_texts(tree)
+        stored = [node.name for node in tree.find_all(nodes.Name) if node.ctx in ("store", "param")]
+        self.assigned = set(stored)
+        self.constants: dict[str, str] = {
+            node.target.name: node.node.value
+            for node in tree.find_all(nodes.Assign)
+            if isinstance(node.target, nodes.Name) and stored.count(node.target.name) == 1
+            if isinstance(node.node, nodes.Const) and isinstance(node.node.value, str)
+        }
         """Names that are set once, to a text."""
         self.macros = {node.name: node for node in tree.find_all(nodes.Macro)}
         # --- what names may hold, in all rounds
@@ -240,15 +246,6 @@ class Reading:
     def crosses(self, text: str, equal: bool) -> bool:
         """Whether a text may be in contents with the template's texts around them although it is in no content."""
         return any(around in text if equal else _overlap(text, around) for around in self.around)
-
-
-def _constant_texts(tree: nodes.Template) -> dict[str, str]:
-    stored = [node.name for node in tree.find_all(nodes.Name) if node.ctx in ("store", "param")]
-    texts = {}
-    for node in tree.find_all(nodes.Assign):
-        if isinstance(node.target, nodes.Name) and isinstance(node.node, nodes.Const):
-            texts[node.target.name] = node.node.value
-    return {name: text for name, text in texts.items() if isinstance(text, str) and stored.count(name) == 1}
 
 
 def _overlap(text: str, around: str) -> bool:
