@@ -14,14 +14,46 @@ Invariants:
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 
-from engine.backends.routers import is_routing, routers_of
 from engine.errors import TrainError
+
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+
+
+def routers_of(model: torch.nn.Module) -> dict[int, torch.nn.Module]:
+    """The routers by the number of their layer; empty for a model without any that transformers declares
+    (`router_logits`)."""
+    declared: dict[type[torch.nn.Module], None] = {}
+    for module in model.modules():
+        entries = (getattr(type(module), "_can_record_outputs", None) or {}).get("router_logits", ())
+        for entry in entries if isinstance(entries, list | tuple) else (entries,):
+            target = getattr(entry, "target_class", entry)
+            if isinstance(target, type):
+                declared[target] = None
+    classes = tuple(declared)
+    routers: dict[int, torch.nn.Module] = {}
+    for name, module in model.named_modules():
+        match = _LAYER.search(f"{name}.")
+        if isinstance(module, classes) and match is not None:
+            routers[int(match[1])] = module
+    return routers
+
+
+def is_routing(output: Any) -> bool:
+    """Whether a router's output is (logits [T, experts], weights [T, top_k], choices [T, top_k])."""
+    if not isinstance(output, tuple) or len(output) != 3:
+        return False
+    if not all(isinstance(part, torch.Tensor) and part.dim() == 2 for part in output):
+        return False
+    logits, weights, choices = output
+    return weights.shape == choices.shape and len(logits) == len(choices) and not choices.is_floating_point()
+
 
 Formula = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """(logits [T, experts], choices [T, top_k]) -> weights [T, top_k], float32."""

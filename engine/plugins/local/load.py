@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from engine.backends.routers import is_routing, routers_of
 from engine.errors import BackendError
 from engine.plugins.local.kv import ATTENTION, TILE, KVRows, Plan, RowChunk, RowsCache, Tile, attend
 from engine.tokens.catalogue import no_bars
 from engine.tokens.experts import ExpertLayout, expert_layout
+from engine.train.routing import is_routing, routers_of
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}

@@ -14,11 +14,11 @@ from generate_requests import generate_request
 from nets_for_tests import build
 from transformers import AutoModelForCausalLM
 
-from engine.backends.routers import routers_of
 from engine.errors import BackendError
 from engine.plugins.local.backend import LocalBackend
 from engine.plugins.local.spec import LocalBackendSpec
 from engine.schemas.generation import GenerateRequest, Generation
+from engine.train.routing import routers_of
 
 
 @pytest.fixture(scope="module")
