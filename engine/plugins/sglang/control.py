@@ -67,13 +67,78 @@ class NoServerError(BackendError):
     """No server is left for a call that concerns all of them. Kind `no_server`."""
 
 
-class AllServers:
-    """The servers of a pool."""
+PauseMode = Literal["in_place", "retract", "abort"]
+PAUSE_SECONDS = 60.0
+_RESUME = {"torch_empty_cache": False}
+"""Emptying torch's cache needs CUDA; it is a hint, and the next allocation does without."""
+
+
+class _Weights(Struct, frozen=True, kw_only=True):
+    name: str
+    load: LoadAll
+    again: bool
+    """Whether they can be loaded later, on a server that was not available."""
+    source: str
+
+
+class KeptMemory:
+    """The GPU memory of the servers, which they keep. A plugin that has them lend it puts a subclass in its place."""
+
+    async def prepare(self, folder: Path | None) -> None:
+        """Called before the first request. `folder`: that of the training's servers, for what must outlive a kill."""
+
+    async def resume(self, *parts: Literal["weights", "kv_cache"]) -> None:
+        """Have the servers take back these parts of what they lent, or all of it."""
+
+    async def catch_up(self, server: Server) -> None:
+        """Bring the memory of a server that is back in line with that of the others, before it gets weights or
+        requests.
+
+        Raises:
+            BackendError: It must wait until the servers have their memory back (kind `memory_released`).
+        """
+
+
+class Control(GivenWeights):
+    """Calls that change a whole server.
+
+        async with backend.control.paused():
+            await backend.control.update_weights_from_disk("/models/step-10", version=10)
+        await backend.control.load_adapter("tutor", "/adapters/tutor")
+
+    The mode of a pause decides about running replies:
+
+    - `retract` (default): they wait, and continue after their KV cache was computed again with the new weights.
+    - `in_place`: they wait, and continue with the KV cache of the old weights: later log-probs depend on both.
+    - `abort`: they are returned as they are, and the client requests the rest after the pause.
+
+    In every mode each token carries the version that sampled it.
+    """
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
         self.gone: set[Server] = set()
         """Servers that could not be asked any more during the newest update."""
+        self.adapters: dict[str, dict[str, Any]] = {}
+        """The LoRA adapters that every server has, by name: the call that loads each. A request names one; one that
+        names none gets the base model."""
+        self.unloaded: set[str] = set()
+        """Adapters that were taken out. SGLang loads one again when a request names it; the backend refuses such a
+        request."""
+        self.memory = KeptMemory()
+        self.features = secrets.token_hex(8)
+        """Goes into the hashes of images, and changes with the weights: SGLang keeps an image's features by its hash,
+        over updates too. Not a version: another training gives the same servers other weights of that name, and scales
+        the same files to other pixels."""
+        self._weights: _Weights | None = None
+        self.paused_seconds = 0.0
+        """Seconds in which sampling was paused, in total."""
+        self._changing = asyncio.Lock()
+        """Held while every server is given weights or an adapter."""
+        self._paused: PauseMode | None = None
+        """The mode of the pause that `paused` holds."""
+
+    # -- the servers of the pool
 
     def reachable(self) -> list[Server]:
         """Return the servers that are there."""
@@ -130,77 +195,6 @@ class AllServers:
         except BackendError as error:
             log.debug("a call was not needed, or not possible", server=server.url, path=path, reason=str(error))
 
-
-PauseMode = Literal["in_place", "retract", "abort"]
-PAUSE_SECONDS = 60.0
-_RESUME = {"torch_empty_cache": False}
-"""Emptying torch's cache needs CUDA; it is a hint, and the next allocation does without."""
-
-
-class _Weights(Struct, frozen=True, kw_only=True):
-    name: str
-    load: LoadAll
-    again: bool
-    """Whether they can be loaded later, on a server that was not available."""
-    source: str
-
-
-class KeptMemory:
-    """The GPU memory of the servers, which they keep. A plugin that has them lend it puts a subclass in its place."""
-
-    async def prepare(self, folder: Path | None) -> None:
-        """Called before the first request. `folder`: that of the training's servers, for what must outlive a kill."""
-
-    async def resume(self, *parts: Literal["weights", "kv_cache"]) -> None:
-        """Have the servers take back these parts of what they lent, or all of it."""
-
-    async def catch_up(self, server: Server) -> None:
-        """Bring the memory of a server that is back in line with that of the others, before it gets weights or
-        requests.
-
-        Raises:
-            BackendError: It must wait until the servers have their memory back (kind `memory_released`).
-        """
-
-
-class Control(GivenWeights):
-    """Calls that change a whole server.
-
-        async with backend.control.paused():
-            await backend.control.update_weights_from_disk("/models/step-10", version=10)
-        await backend.control.load_adapter("tutor", "/adapters/tutor")
-
-    The mode of a pause decides about running replies:
-
-    - `retract` (default): they wait, and continue after their KV cache was computed again with the new weights.
-    - `in_place`: they wait, and continue with the KV cache of the old weights: later log-probs depend on both.
-    - `abort`: they are returned as they are, and the client requests the rest after the pause.
-
-    In every mode each token carries the version that sampled it.
-    """
-
-    def __init__(self, pool: Pool) -> None:
-        self._pool = pool
-        self.servers = AllServers(pool)
-        self.adapters: dict[str, dict[str, Any]] = {}
-        """The LoRA adapters that every server has, by name: the call that loads each. A request names one; one that
-        names none gets the base model."""
-        self.unloaded: set[str] = set()
-        """Adapters that were taken out. SGLang loads one again when a request names it; the backend refuses such a
-        request."""
-        self.memory = KeptMemory()
-        self.features = secrets.token_hex(8)
-        """Goes into the hashes of images, and changes with the weights: SGLang keeps an image's features by its hash,
-        over updates too. Not a version: another training gives the same servers other weights of that name, and scales
-        the same files to other pixels."""
-        self._weights: _Weights | None = None
-        self.paused_seconds = 0.0
-        """Seconds in which sampling was paused, in total."""
-        self._changing = asyncio.Lock()
-        """Held while every server is given weights or an adapter."""
-        self._paused: PauseMode | None = None
-        """The mode of the pause that `paused` holds."""
-
     # -- pauses
 
     @asynccontextmanager
@@ -210,7 +204,7 @@ class Control(GivenWeights):
         Raises:
             BackendError: a server did not pause; sampling goes on.
         """
-        async with self._stopped(mode, self.servers.reachable()):
+        async with self._stopped(mode, self.reachable()):
             self._paused = mode
             try:
                 yield
@@ -223,20 +217,18 @@ class Control(GivenWeights):
         paused = servers
         began = time.monotonic()
         try:
-            paused = await self.servers.each(servers, "/pause_generation", {"mode": mode}, seconds=PAUSE_SECONDS)
+            paused = await self.each(servers, "/pause_generation", {"mode": mode}, seconds=PAUSE_SECONDS)
             yield paused
         finally:
             there = [server for server in paused if server.healthy or server not in self._pool.servers]
             try:
                 with contextlib.suppress(NoServerError):
-                    await self.servers.each(there, "/continue_generation", _RESUME, seconds=PAUSE_SECONDS)
+                    await self.each(there, "/continue_generation", _RESUME, seconds=PAUSE_SECONDS)
             finally:
                 self.paused_seconds += time.monotonic() - began
                 # These are out: they refused the weights, or were away and have taken them.
-                out = [server for server in paused if server not in there and server not in self.servers.gone]
-                continued = (
-                    self.servers.attempt(server, "/continue_generation", _RESUME, seconds=5.0) for server in out
-                )
+                out = [server for server in paused if server not in there and server not in self.gone]
+                continued = (self.attempt(server, "/continue_generation", _RESUME, seconds=5.0) for server in out)
                 await asyncio.gather(*continued)
 
     # -- weights
@@ -278,7 +270,7 @@ class Control(GivenWeights):
             raise ValueError(f"a weight version is not negative; got {version}")
         async with self._changing:
             weights = _Weights(name=str(version), load=load, again=again, source=source)
-            self.servers.gone.clear()
+            self.gone.clear()
             self.expected = None  # until every server has them, either version is right
             await self.memory.resume("weights")
             servers = await self._takers(again)
@@ -304,10 +296,10 @@ class Control(GivenWeights):
             self._weights = previous  # what was there is still what everybody has
         refusals = []
         for server, error in failures:
-            if not self.servers.lost(server, error):
+            if not self.lost(server, error):
                 refusals.append(error)
                 if not (nobody and weights.again):
-                    self.servers.out(server, f"did not take weights {weights.name!r}: {error}")
+                    self.out(server, f"did not take weights {weights.name!r}: {error}")
         if refusals:
             reasons = "; ".join(map(str, refusals))
             raise BackendError(f"{weights.source} were not loaded everywhere: {reasons}", kind="update_failed")
@@ -318,7 +310,7 @@ class Control(GivenWeights):
     async def _takers(self, again: bool) -> list[Server]:
         """The servers that are there; where it is now or never, also those that were away and whose model answers
         again."""
-        there = self.servers.reachable()
+        there = self.reachable()
         if again:
             return there
         away = [server for server in self._pool.workers if not server.healthy]
@@ -354,16 +346,16 @@ class Control(GivenWeights):
             call = {"lora_name": name, "lora_path": str(path)}
             asked: list[Server] = []
             # A server that comes back meanwhile does not know of this adapter: it is asked as well.
-            while (servers := [server for server in self.servers.reachable() if server not in asked]) or not asked:
+            while (servers := [server for server in self.reachable() if server not in asked]) or not asked:
                 asked += servers
                 try:
-                    await self.servers.each(servers, "/load_lora_adapter", call, seconds=UPDATE_SECONDS)
+                    await self.each(servers, "/load_lora_adapter", call, seconds=UPDATE_SECONDS)
                 except NoServerError:
                     if not any(server.healthy for server in asked):
                         raise
                 except BackendError:
-                    unload, there = {"lora_name": name}, self.servers.reachable()
-                    attempts = (self.servers.attempt(server, "/unload_lora_adapter", unload) for server in there)
+                    unload, there = {"lora_name": name}, self.reachable()
+                    attempts = (self.attempt(server, "/unload_lora_adapter", unload) for server in there)
                     await asyncio.gather(*attempts)
                     raise
             self.adapters[name] = call
@@ -382,8 +374,8 @@ class Control(GivenWeights):
         self.adapters.pop(name, None)  # also where a server is lost: it must not be given it again when it is back
         self.unloaded.add(name)
         with contextlib.suppress(NoServerError):
-            servers = self.servers.reachable()
-            await self.servers.each(servers, "/unload_lora_adapter", {"lora_name": name}, seconds=UPDATE_SECONDS)
+            servers = self.reachable()
+            await self.each(servers, "/unload_lora_adapter", {"lora_name": name}, seconds=UPDATE_SECONDS)
 
     # -- servers that come back
 
@@ -402,7 +394,7 @@ class Control(GivenWeights):
 
     async def wake_all(self) -> None:
         """`wake` all servers. One that cannot be reached is left as it is."""
-        outcomes = await asyncio.gather(*map(self.wake, self.servers.reachable()), return_exceptions=True)
+        outcomes = await asyncio.gather(*map(self.wake, self.reachable()), return_exceptions=True)
         for outcome in outcomes:
             if isinstance(outcome, BackendError):
                 log.debug("a server was not continued", reason=str(outcome))

@@ -99,7 +99,7 @@ async def check_versions(backend: SGLangBackend, version: int, adapter: str | No
     there = 0
     for server, outcome in zip(servers, outcomes, strict=True):
         if isinstance(outcome, BackendError):
-            if backend.control.servers.lost(server, outcome):
+            if backend.control.lost(server, outcome):
                 continue
             raise TrainError(
                 f"{server.url} does not sample with version {version}: {outcome}", kind="weights_not_taken"

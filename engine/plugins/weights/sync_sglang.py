@@ -155,7 +155,7 @@ class TensorSync:
 
         async def end(server: Server) -> None:
             """End an update that was interrupted."""
-            await self._backend.control.servers.attempt(server, "/end_weight_update", {}, seconds=UPDATE_SECONDS)
+            await self._backend.control.attempt(server, "/end_weight_update", {}, seconds=UPDATE_SECONDS)
 
         async def load(server: Server, flush: bool) -> None:
             facts = await server.json("GET", "/server_info")
