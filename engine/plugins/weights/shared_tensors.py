@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import base64
 import io
-import os
+import shutil
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -62,8 +62,11 @@ class SharedBlock:
         Raises:
             TrainError: kind `train_setup`: there is not enough free shared memory.
         """
-        free = free_bytes()
-        if free is not None and size > free:
+        try:
+            free = shutil.disk_usage(_SHARED_MEMORY).free
+        except OSError:  # the system does not report it
+            free = size
+        if size > free:
             raise TrainError(
                 f"{size >> 20} MiB of weights do not fit in the {free >> 20} MiB that are free in {_SHARED_MEMORY}: "
                 "increase it (for a container: --shm-size), or use `train.weight_sync.method: disk`",
@@ -187,12 +190,3 @@ def _file_system_sharing() -> Iterator[None]:
             yield
         finally:
             sharing.set_sharing_strategy(before)
-
-
-def free_bytes() -> int | None:
-    """Free shared memory in bytes; None if the system does not report it."""
-    try:
-        about = os.statvfs(_SHARED_MEMORY)
-    except OSError:
-        return None
-    return about.f_bavail * about.f_frsize
