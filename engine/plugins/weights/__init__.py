@@ -4,7 +4,6 @@ sync_sglang.py      the ways to send weights to SGLang servers: `disk`, `tensors
                     sync_collective.py: `collective`
 server_pushes.py    what these have in common, and whether a server has the model that is trained
 shared_tensors.py   weights in the memory of one host
-broadcasts.py       weights in a process group with the servers
 colocation.py       `train.colocate`: SGLang servers release their GPU memory during an update, and take it back
 rules.py            its rules of `engine validate`
 """

@@ -25,7 +25,6 @@ from engine.backends.weights import PolicyAdapter
 from engine.errors import BackendError, TrainError
 from engine.plugins.sglang.client import SGLangBackend
 from engine.plugins.sglang.control import UPDATE_SECONDS, PauseMode, from_disk, post_update, separately
-from engine.plugins.weights.broadcasts import bind_here
 from engine.plugins.weights.server_pushes import (
     check_models,
     check_versions,
@@ -34,7 +33,7 @@ from engine.plugins.weights.server_pushes import (
     with_retry,
 )
 from engine.plugins.weights.shared_tensors import DeviceBuffer, SharedBlock, buckets, buffer_bytes
-from engine.plugins.weights.sync_collective import CollectiveSync
+from engine.plugins.weights.sync_collective import CollectiveSync, bind_here
 from engine.train.sync import Pushed, tensor_bytes
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ from pydantic import ValidationError
 from torch import distributed as dist
 
 from engine.errors import TrainError
-from engine.plugins.weights import broadcasts
-from engine.plugins.weights.broadcasts import BroadcastGroup, own_address
+from engine.plugins.weights import sync_collective
+from engine.plugins.weights.sync_collective import BroadcastGroup, own_address
 from engine.schemas.train import WeightSyncSpec
 
 SERVER = Path(__file__).with_name("joining_server.py")
@@ -72,7 +72,7 @@ def test_a_broadcast_ends_when_a_process_is_lost_or_the_group_is_closed(
     lost: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither side waits for ever: the trainer gets an error, and so do the processes that are left."""
-    monkeypatch.setattr(broadcasts, "BROADCAST_SECONDS", 20.0)
+    monkeypatch.setattr(sync_collective, "BROADCAST_SECONDS", 20.0)
     group = BroadcastGroup("episode-engine", "gloo", "127.0.0.1", None, 3)
     servers = joined(group, *[f"float32:{1 << 22}"] * 4)
     if lost == "killed":
@@ -175,7 +175,7 @@ def test_nccls_watchdog_does_not_end_the_training_and_a_late_bucket_is_an_error(
         monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", raising=False)
     else:
         monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", before)
-    monkeypatch.setattr(broadcasts.dist, "ProcessGroupNCCL", StandInNCCL, raising=False)
+    monkeypatch.setattr(sync_collective.dist, "ProcessGroupNCCL", StandInNCCL, raising=False)
     group = BroadcastGroup("episode-engine", "nccl", "127.0.0.1", None, 2)
     group.join()
     made = group._group
@@ -188,7 +188,7 @@ def test_nccls_watchdog_does_not_end_the_training_and_a_late_bucket_is_an_error(
     group.broadcast([torch.ones(2)] * 2, torch.device("cpu"))
     assert [work.waited for work in good] == [True, True]
 
-    monkeypatch.setattr(broadcasts, "BROADCAST_SECONDS", 0.05)
+    monkeypatch.setattr(sync_collective, "BROADCAST_SECONDS", 0.05)
     made.works = [Late(1 << 60)]
     with pytest.raises(RuntimeError, match=r"a bucket was not received in 0\.05 s"):
         group.broadcast([torch.ones(2)], torch.device("cpu"))
@@ -204,7 +204,7 @@ def test_a_group_that_is_closed_while_it_is_joined_is_left(monkeypatch: pytest.M
             group.close()
 
     made: list[Slow] = []
-    monkeypatch.setattr(broadcasts.dist, "ProcessGroupNCCL", Slow, raising=False)
+    monkeypatch.setattr(sync_collective.dist, "ProcessGroupNCCL", Slow, raising=False)
     group = BroadcastGroup("episode-engine", "nccl", "127.0.0.1", None, 2)
     with pytest.raises(RuntimeError, match="closed"):
         group.join()

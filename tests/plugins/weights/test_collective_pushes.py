@@ -16,7 +16,7 @@ from test_push_outages import Policy
 from engine.errors import TrainError
 from engine.plugins.sglang.client import SGLangBackend
 from engine.plugins.sglang.spec import SGLangBackendSpec
-from engine.plugins.weights import broadcasts, sync_collective
+from engine.plugins.weights import sync_collective
 from engine.plugins.weights.sync_collective import CollectiveSync
 from engine.schemas.generation import SamplingParams
 from engine.tokens.template import ChatTemplate
@@ -47,8 +47,8 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sync_collective, "ANSWER_SECONDS", 0.5)
     monkeypatch.setattr(sync_collective, "BUCKET_SECONDS", 2.0)
     monkeypatch.setattr(sync_collective, "CONNECT_SECONDS", 0.3)
-    monkeypatch.setattr(broadcasts, "BROADCAST_SECONDS", 1.0)
-    monkeypatch.setattr(broadcasts, "JOIN_SECONDS", 5.0)
+    monkeypatch.setattr(sync_collective, "BROADCAST_SECONDS", 1.0)
+    monkeypatch.setattr(sync_collective, "JOIN_SECONDS", 5.0)
     monkeypatch.setattr(sync_collective, "JOIN_SECONDS", 5.0)
 
 

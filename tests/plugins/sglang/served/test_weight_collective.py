@@ -17,8 +17,8 @@ import torch
 
 from engine.plugins.sglang.client import SGLangBackend
 from engine.plugins.sglang.spec import SGLangBackendSpec
-from engine.plugins.weights import broadcasts, sync_collective
-from engine.plugins.weights.broadcasts import BroadcastGroup
+from engine.plugins.weights import sync_collective
+from engine.plugins.weights.sync_collective import BroadcastGroup
 from engine.schemas.generation import SamplingParams
 from engine.tokens.template import ChatTemplate
 from engine.train.sync import open_sync
@@ -36,7 +36,7 @@ def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several buckets for the tiny model, and short deadlines."""
     monkeypatch.setattr(sync_collective, "BUCKET_BYTES", 100_000)
     monkeypatch.setattr(sync_collective, "ANSWER_SECONDS", 5.0)
-    monkeypatch.setattr(broadcasts, "BROADCAST_SECONDS", 15.0)
+    monkeypatch.setattr(sync_collective, "BROADCAST_SECONDS", 15.0)
 
 
 def at_broadcast(monkeypatch: pytest.MonkeyPatch, number: int, act: Callable[[], None]) -> list[int]:
@@ -148,7 +148,7 @@ import test_weight_collective as kit
 from engine.schemas.model import ModelSpec
 from engine.tokens.loading import load_format
 from engine.plugins.weights import sync_collective
-from engine.plugins.weights.broadcasts import BroadcastGroup
+from engine.plugins.weights.sync_collective import BroadcastGroup
 
 url, model, folder, number = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4])
 sync_collective.BUCKET_BYTES = 100_000
