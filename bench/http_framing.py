@@ -23,8 +23,7 @@ from typing import Any
 import httptools
 
 from engine.plugins.servers.http.client import Connection, HttpClient
-from engine.plugins.servers.http.framing import MAX_BODY, MAX_HEAD, MAX_INTERIM, ReplyReader
-from engine.plugins.servers.http.reply import MalformedReply
+from engine.plugins.servers.http.reply import MAX_BODY, MAX_HEAD, MAX_INTERIM, MalformedReply, ReplyReader
 
 
 class HttptoolsReader:

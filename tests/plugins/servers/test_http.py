@@ -17,8 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.plugins.servers.http.client import HttpCall, HttpClient
-from engine.plugins.servers.http.framing import ChunkedBody
-from engine.plugins.servers.http.reply import HttpFailure, HttpReply, MalformedReply
+from engine.plugins.servers.http.reply import ChunkedBody, HttpFailure, HttpReply, MalformedReply
 
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], object]
 

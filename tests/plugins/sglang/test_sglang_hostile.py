@@ -18,8 +18,7 @@ from sglang_cluster import OUTPUT, Call, answers, changed, cluster
 from engine.errors import BackendError
 from engine.plugins.servers.http import framing
 from engine.plugins.servers.http.client import HttpClient
-from engine.plugins.servers.http.framing import HELD, MAX_INTERIM
-from engine.plugins.servers.http.reply import HttpFailure, MalformedReply, retry_seconds
+from engine.plugins.servers.http.reply import HELD, MAX_INTERIM, HttpFailure, MalformedReply, retry_seconds
 from engine.tokens.template import ChatTemplate
 
 pytestmark = pytest.mark.usefixtures("short_pauses")

@@ -19,8 +19,15 @@ from urllib.parse import urlsplit
 
 from engine.errors import BackendError
 from engine.masking import remember
-from engine.plugins.servers.http.framing import MAX_BODY, KnownHeads, ReplyReader
-from engine.plugins.servers.http.reply import HttpFailure, HttpReply, MalformedReply, retry_seconds
+from engine.plugins.servers.http.reply import (
+    MAX_BODY,
+    HttpFailure,
+    HttpReply,
+    KnownHeads,
+    MalformedReply,
+    ReplyReader,
+    retry_seconds,
+)
 
 _READ_BYTES = 256 * 1024
 """Bytes that are read at once."""
