@@ -117,7 +117,11 @@ class ScriptedBackend(Backend):
         if wait := self._latency + reply.delay:
             await asyncio.sleep(wait)
         if reply.error is not None:
-            self._fail(reply, reply.error, request)
+            tried = (request.episode_id, request.turn)
+            if reply.times is None or self._attempts[tried] < reply.times:
+                self._attempts[tried] += 1
+                self._counts["errors"] += 1
+                raise BackendError(reply.error, kind="scripted_error", retryable=reply.retryable)
         length = len(request.input_ids)
         if self._format.context is not None and length + 1 > self._format.context:
             raise ContextOverflow(f"the prompt has {length} tokens; the model attends to {self._format.context}")
@@ -163,15 +167,6 @@ class ScriptedBackend(Backend):
         keys = [(task, int(sample)), (task, None)] if sample.isdecimal() else []
         named = [self._cases[key] for key in keys if key in self._cases]
         return min(named, key=lambda case: case[0])[1] if named else self._script.replies
-
-    def _fail(self, reply: ScriptedReply, message: str, request: GenerateRequest) -> None:
-        """Raise the reply's error, unless it was raised `times` times already."""
-        tried = (request.episode_id, request.turn)
-        if reply.times is not None and self._attempts[tried] >= reply.times:
-            return
-        self._attempts[tried] += 1
-        self._counts["errors"] += 1
-        raise BackendError(message, kind="scripted_error", retryable=reply.retryable)
 
     def _tokens(self, reply: ScriptedReply) -> np.ndarray:
         """The reply's ids, int32 [tokens]; computed once."""

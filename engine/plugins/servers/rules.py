@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from engine.plugins.servers.launched import no_launcher
 from engine.schemas.backend import ServersSpec
 from engine.spec.added import backends_of
 from engine.validate.context import CheckContext
@@ -16,8 +17,6 @@ def no_launch(ctx: CheckContext) -> Iterator[Finding]:
     fixes: set[str] = set()
     for path, backend in backends_of(ctx.spec).items():
         if isinstance(backend, ServersSpec) and backend.launch is not None:
-            from engine.plugins.servers.launched import no_launcher  # the check of another spec imports no backend
-
             fix = no_launcher(backend.kind)
             if fix is not None and fix not in fixes:
                 fixes.add(fix)
