@@ -169,7 +169,10 @@ class GroupClient:
                             if not end.get("stopped"):
                                 return
                             break
-                        group = _checked_group(note["group"], batch)
+                        about = note["group"]
+                        sums = Sums(**about["sums"])
+                        sums.check(Sums.of(batch))
+                        group = Group(about["number"], about["task_id"], about["version"], batch, sums, about)
                         last = time.monotonic()
                         if group.number not in seen:
                             seen.add(group.number)
@@ -219,12 +222,6 @@ def _raise(reply: httpx.Response) -> None:
     if reply.status_code in (429, 503):
         raise _RetryError(error["message"])
     raise ServeError(f"{reply.status_code}: {error['message']}", error["code"])
-
-
-def _checked_group(note: dict[str, Any], batch: pa.RecordBatch) -> Group:
-    sums = Sums(**note["sums"])
-    sums.check(Sums.of(batch))
-    return Group(note["number"], note["task_id"], note["version"], batch, sums, note)
 
 
 class _Body(io.RawIOBase):

@@ -13,11 +13,12 @@ from engine.cli.options import Limit, Out, Overrides, Quiet, Resume, SpecPath
 from engine.terminal import echo
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from rich.console import Console
 
-    from engine.plugins.serve.serving import ServeOptions
+    from engine.plugins.serve.serving import ServedRun
     from engine.spec.load import LoadedSpec
-    from engine.spec.rows.mix import TaskList
     from engine.store.store import RunStore
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -65,7 +66,7 @@ def serve(
     from engine.api.launch import Launch
     from engine.api.progress import ConsoleProgress
     from engine.console import make_console
-    from engine.plugins.serve.serving import TOKEN, ServeOptions
+    from engine.plugins.serve.serving import TOKEN, ServedRun
 
     if api and (trainer, token_file, ahead) != (None, None, None):
         wrong_usage("--trainer, --token-file and --ahead are for groups; leave out --api")
@@ -80,17 +81,24 @@ def serve(
         launch = Launch.of(spec, overrides or (), limit=limit, out=out, resume=resume, progress=progress)
         loaded, tasks, store = launch.loaded, launch.tasks, launch.store
         _refuse(loaded, store, trainer, api=api, resumed=resume is not None)
-    options = ServeOptions(
-        host=host,
-        port=port,
-        token=token,
-        api=api,
-        max_requests=max_requests,
-        ahead=ahead,
-        again=f"engine serve {'--api ' if api else ''}--resume {store.folder}",
-        quiet=quiet,
-    )
-    _serve(loaded, tasks, store, console, options)
+    again = f"engine serve {'--api ' if api else ''}--resume {store.folder}"
+
+    def served() -> ServedRun:
+        return ServedRun(
+            loaded,
+            tasks,
+            store,
+            host=host,
+            port=port,
+            token=token,
+            api=api,
+            max_requests=max_requests,
+            ahead=ahead,
+            again=again,
+            quiet=quiet,
+        )
+
+    _serve(served, store, console, f"--host {host} --port {port}", again)
 
 
 def _refuse(loaded: LoadedSpec, store: RunStore, trainer: str | None, *, api: bool, resumed: bool) -> None:
@@ -116,32 +124,31 @@ def _refuse(loaded: LoadedSpec, store: RunStore, trainer: str | None, *, api: bo
         wrong_usage("the spec has no `agent`: write `agent: {}` and `machine: agent`")
 
 
-def _serve(loaded: LoadedSpec, tasks: TaskList, store: RunStore, console: Console, options: ServeOptions) -> NoReturn:
+def _serve(open_run: Callable[[], ServedRun], store: RunStore, console: Console, place: str, again: str) -> NoReturn:
     """Serve until a signal, and exit."""
     import asyncio
 
     from engine.cli.exits import interrupted
     from engine.errors import EngineError
-    from engine.plugins.serve.serving import ServedRun
 
     async def served() -> list[str]:
-        return await ServedRun(loaded, tasks, store, options).run(console)
+        return await open_run().run(console)
 
     try:
         faults = asyncio.run(served())
     except EngineError as error:
         echo(str(error), err=True)
         if not store.discard():
-            console.print(f"To continue: {options.again}")
+            console.print(f"To continue: {again}")
         raise typer.Exit(FAILED if error.stops_run else ERROR) from None
     except OSError as error:
         store.discard()
-        wrong_usage(f"--host {options.host} --port {options.port}: {error.strerror}; --port 0 takes a free one")
+        wrong_usage(f"{place}: {error.strerror}; --port 0 takes a free one")
     finally:
         store.close()
     for fault in faults:
         console.print(f"could not be finished: {fault}", style="red")
-    console.print(f"Run: {store.folder}\nTo continue: {options.again}")
+    console.print(f"Run: {store.folder}\nTo continue: {again}")
     raise typer.Exit(interrupted())
 
 

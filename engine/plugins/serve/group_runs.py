@@ -105,7 +105,9 @@ class GroupRuns:
         self._groups: dict[tuple[str, int], asyncio.Task[Group]] = {}
 
     def _group_runner(self, runner: EpisodeRunner) -> GroupRunner:
-        return GroupRunner(runner, self._group, self._live, self._stored, progress=self._note_end)
+        return GroupRunner(
+            runner, self._group, self._live, self._stored, progress=lambda ended: self.finished.add(ended.episode_id)
+        )
 
     def _stored(self, task_id: str, sample: int) -> Trajectory | None:
         """A finished episode; None if it is not finished."""
@@ -114,9 +116,6 @@ class GroupRuns:
             return None
         self._reader.refresh()
         return self._reader.trajectory(episode_id)
-
-    def _note_end(self, trajectory: Trajectory) -> None:
-        self.finished.add(trajectory.episode_id)
 
     def _group(self, request: GroupRequest, trajectories: Sequence[Trajectory]) -> Group:
         """A group whose rows have the id of the run: the store of a driver has an id of its own."""

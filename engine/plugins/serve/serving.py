@@ -23,7 +23,6 @@ from engine.runner.observers import RunObservers
 from engine.runner.processes import processes_of
 from engine.runner.runner import Runner
 from engine.runner.source import fitting_tasks
-from engine.schemas.base import Struct
 from engine.store.find import open_elsewhere
 from engine.store.private import private_file
 from engine.terminal import echo
@@ -43,24 +42,6 @@ TOKEN = "EPISODE_ENGINE_TOKEN"
 """The variable with the bearer token of the service."""
 
 
-class ServeOptions(Struct, frozen=True, kw_only=True):
-    """How a run is served."""
-
-    host: str
-    port: int
-    token: str
-    """The bearer token; empty: one is made."""
-    api: bool
-    """Whether episodes of programs that run elsewhere are served; otherwise groups."""
-    max_requests: int
-    """Of groups: requests that are answered at the same time."""
-    ahead: int | None
-    """Of groups: those of a request that run or wait to be read."""
-    again: str
-    """The command that continues the run."""
-    quiet: bool = False
-
-
 class ServedRun:
     """A run and its service.
 
@@ -68,18 +49,40 @@ class ServedRun:
         loaded: The spec.
         tasks: Its tasks.
         store: Its store, open for writing; the caller closes it.
-        options: How it is served.
+        host: Address to listen on.
+        port: Port; 0: a free one.
+        token: The bearer token; empty: one is made.
+        api: Whether episodes of programs that run elsewhere are served; otherwise groups.
+        max_requests: Of groups: requests that are answered at the same time.
+        ahead: Of groups: those of a request that run or wait to be read.
+        again: The command that continues the run.
+        quiet: Print no progress.
     """
 
-    def __init__(self, loaded: LoadedSpec, tasks: TaskList, store: RunStore, options: ServeOptions) -> None:
-        self._loaded, self._store, self._options = loaded, store, options
+    def __init__(
+        self,
+        loaded: LoadedSpec,
+        tasks: TaskList,
+        store: RunStore,
+        *,
+        host: str,
+        port: int,
+        token: str,
+        api: bool,
+        max_requests: int,
+        ahead: int | None,
+        again: str,
+        quiet: bool,
+    ) -> None:
+        self._loaded, self._store, self._place, self._again, self._quiet = loaded, store, (host, port), again, quiet
+        self._max_requests, self._ahead, self._is_given = max_requests, ahead, bool(token)
         self._template = load_format(loaded.spec.model, loaded.base)
         self._tasks = fitting_tasks(tasks, loaded, self._template)
         self._backend = open_backend(loaded, self._template)
         self._backend.logs = store.folder / "servers"
-        self._programs = ServedPrograms() if options.api else None
+        self._programs = ServedPrograms() if api else None
         self._lost = [episode for episode, status in store.statuses().items() if status == "running"]
-        self._token = options.token or secrets.token_urlsafe(24)
+        self._token = token or secrets.token_urlsafe(24)
         self._observers = RunObservers(loaded, store)
         self._stop = asyncio.Event()
         self._broken: list[BaseException] = []
@@ -91,7 +94,7 @@ class ServedRun:
             EngineError: the service cannot work, or had to stop.
             OSError: the address cannot be used.
         """
-        with stop_on_signals(self._stop, f"To continue: {self._options.again}"):
+        with stop_on_signals(self._stop, f"To continue: {self._again}"):
             async with self._observers.of_errors():
                 try:
                     await self._backend.start()
@@ -138,27 +141,18 @@ class ServedRun:
                 runner,
                 self._token,
                 self._halt,
-                max_requests=self._options.max_requests,
-                ahead=self._options.ahead,
+                max_requests=self._max_requests,
+                ahead=self._ahead,
                 reader=reader,
             )
         else:
             assert isinstance(runner, Runner)  # `refuse_many` has refused several processes
             service = ServedEpisodes(runner, self._programs, self._tasks, self._store, self._token, self._halt)
-        await self._listen(runner, service)
-
-    def _halt(self, error: BaseException) -> None:
-        self._broken.append(error)
-        self._stop.set()
-
-    async def _listen(self, runner: EpisodeRunner, service: ServedEpisodes | GroupService) -> None:
         server = server_of_loop()
-        address = await server.listen(self._options.host, self._options.port, service.service.answer)
+        address = await server.listen(*self._place, service.service.answer)
         try:
             self._announce(address)
-            progress = (
-                nullcontext() if self._options.quiet else ticking(RunPanel(runner.counters, runner.summary).line, echo)
-            )
+            progress = nullcontext() if self._quiet else ticking(RunPanel(runner.counters, runner.summary).line, echo)
             with self._observers.watch(runner.counters, runner.summary, lambda: service.busy), progress:
                 await self._stop.wait()
             if isinstance(service, ServedEpisodes) and service.open_ids:
@@ -166,6 +160,10 @@ class ServedRun:
         finally:
             await service.close()
             await server.stop_listening()
+
+    def _halt(self, error: BaseException) -> None:
+        self._broken.append(error)
+        self._stop.set()
 
     def _announce(self, address: str) -> None:
         """Print where the service is, and how it is reached."""
@@ -175,10 +173,10 @@ class ServedRun:
         if self._programs is not None and agent is not None and not agent.elsewhere:
             echo("The spec's own program is not started: programs run elsewhere.")
         echo(f"Run: {folder}")
-        if not self._options.token and self._programs is None:
+        if not self._is_given and self._programs is None:
             private_file(folder / "token").write_text(self._token)
             echo(f"Token: in {folder / 'token'}")
-        elif not self._options.token:
+        elif not self._is_given:
             echo(f"Token (set {TOKEN} for one of your own): {self._token}")
         echo(f"Serving {self._loaded.spec.name} at {address}; Ctrl-C ends it.")
 
