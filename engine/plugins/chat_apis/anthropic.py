@@ -258,9 +258,7 @@ def _texts(message: Message) -> list[dict[str, Any]]:
             f"the anthropic backend takes images only in messages of users and tools, not of the {message.role}",
             kind="unsupported",
         )
-    content = message.content
-    parts = [TextPart(text=content)] if isinstance(content, str) else content
-    return [_text(part.text) for part in parts if isinstance(part, TextPart) and part.text.strip()]
+    return _content(message, str)
 
 
 def _content(message: Message, url_of: Callable[[str], str]) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import msgspec
 
@@ -51,9 +51,10 @@ class Budget:
     """Adds up the costs of a run in a file with one line for each reply, and refuses requests when the limit is
     reached.
 
-        with Budget(folder / "costs.jsonl", most=5.0) as budget:
-            budget.check()                                  # BudgetError if 5.0 are spent
-            budget.charge(0.0012, usage, episode="task-1/0", turn=0, model="m")
+        budget = Budget(folder / "costs.jsonl", most=5.0)
+        budget.check()                                      # BudgetError if 5.0 are spent
+        budget.charge(0.0012, usage, episode="task-1/0", turn=0, model="m")
+        budget.close()
 
     Several may count in one file, one for each `Runner` of a training: each counts what the others have added.
 
@@ -106,12 +107,6 @@ class Budget:
         """Add the cost of a reply."""
         os.write(self._file, json.dumps({"cost": cost, **msgspec.structs.asdict(usage), **what}).encode() + b"\n")
         self.count()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """Close the file. Later calls do nothing."""

@@ -89,19 +89,18 @@ class OpenAIBackend(ApiBackend):
         if not completion.choices:
             raise ReplyError("it has no choices")
         choice = completion.choices[0]
-        message = choice.message
+        message, usage = choice.message, None
+        if (counted := completion.usage) is not None:
+            details = counted.prompt_tokens_details
+            cached = 0 if details is None else details.cached_tokens or 0
+            usage = Usage(prompt=counted.prompt_tokens, cached=cached, output=counted.completion_tokens)
         return ApiAnswer(
             text=message.content or "",
             finish=_finish(choice),
-            usage=None if completion.usage is None else _usage(completion.usage),
+            usage=usage,
             reasoning=message.reasoning_content or message.reasoning or None,
             calls=[(call.function.name, call.function.arguments or "") for call in message.tool_calls or ()],
         )
-
-
-def _usage(usage: _Usage) -> Usage:
-    cached = usage.prompt_tokens_details.cached_tokens if usage.prompt_tokens_details is not None else None
-    return Usage(prompt=usage.prompt_tokens, cached=cached or 0, output=usage.completion_tokens)
 
 
 def _finish(choice: _Choice) -> FinishReason:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -28,23 +29,26 @@ def test_each_kind_of_token_has_its_price(prices: PricesSpec, cost: float) -> No
 
 def test_a_resume_counts_what_was_spent_before_and_a_cut_line_hides_no_other(tmp_path: Path) -> None:
     path = tmp_path / "costs.jsonl"
-    with Budget(path, 1.0) as budget:
+    with closing(Budget(path, 1.0)) as budget:
         budget.charge(0.25, Usage(), episode="e", turn=0)
         budget.check()
     path.write_bytes(path.read_bytes() + b'{"cost": 0.2')
-    with Budget(path, 1.0) as budget:
+    with closing(Budget(path, 1.0)) as budget:
         assert budget.spent == 0.25
         budget.charge(0.75, Usage())
         with pytest.raises(BudgetError, match=r"has cost 1 of at most 1 \(`rollout\.max_cost`\)"):
             budget.check()
-    with Budget(path, None) as budget:
+    with closing(Budget(path, None)) as budget:
         assert budget.spent == 1.0
         budget.check()
     assert path.stat().st_mode & 0o777 == 0o600
 
 
 def test_two_that_count_in_one_file_have_one_limit(tmp_path: Path) -> None:
-    with Budget(tmp_path / "costs.jsonl", 1.0) as training, Budget(tmp_path / "costs.jsonl", 1.0) as evaluation:
+    with (
+        closing(Budget(tmp_path / "costs.jsonl", 1.0)) as training,
+        closing(Budget(tmp_path / "costs.jsonl", 1.0)) as evaluation,
+    ):
         training.charge(0.25, Usage())
         evaluation.charge(0.75, Usage())
         with pytest.raises(BudgetError):

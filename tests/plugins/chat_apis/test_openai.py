@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -204,7 +204,7 @@ async def test_a_reply_is_charged_by_the_tokens_that_its_usage_counts(
     async with endpoint(chat_format, prices=prices) as (server, backend):
         server.replies += [completion(), completion(), (200, b'{"choices":[{"message":{"content":"a"}}]}')]
         cost = (4 * 2 + 8 * 0.5 + 3 * 8) / 1e6
-        with Budget(tmp_path / "costs.jsonl", 1.5 * cost) as budget:
+        with closing(Budget(tmp_path / "costs.jsonl", 1.5 * cost)) as budget:
             backend.budget = budget
             assert [(await backend.generate(request())).cost for _ in range(2)] == [cost, cost]
             with pytest.raises(BudgetError):
