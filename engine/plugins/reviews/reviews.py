@@ -40,10 +40,6 @@ class Review(Contract):
     tags: list[Tag] = Field(default_factory=list)
     note: str = Field(default="", max_length=10_000)
 
-    def is_empty(self) -> bool:
-        """Whether it says nothing: the person took an earlier one back."""
-        return self.rating is None and not self.tags and not self.note
-
 
 class Reviews:
     """The reviews of a run. Several processes may write at once.
@@ -105,7 +101,7 @@ class Reviews:
     def _add(self, review: Review) -> None:
         people = self._newest.setdefault(review.episode, {})
         people.pop(review.by, None)
-        if not review.is_empty():
+        if review.rating is not None or review.tags or review.note:  # else the person took an earlier one back
             people[review.by] = review
         elif not people:
             del self._newest[review.episode]

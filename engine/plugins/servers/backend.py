@@ -191,8 +191,7 @@ class ServersBackend(Backend):
                         call.resume()
                         if call.generation is not None:
                             break
-                    if not any(server.usable for server in self.pool.servers):
-                        await self.pool.available(call.request.episode_id, call.failed_servers)
+                    await self.pool.available()
                     call.over, call.error = asyncio.get_running_loop().create_future(), None
                     call.send()
                     await call.over

@@ -196,18 +196,17 @@ class Pool:
         self.failovers = 0
         """Number of episodes that had to change their server."""
 
-    async def available(self, episode_id: str, avoid: Iterable[Server] = ()) -> Server:
-        """Wait until a server is available, and choose it as `choose` does.
+    async def available(self) -> None:
+        """Wait until a server is available.
 
         Raises:
             OutageError: No server replied for `wait` seconds.
             BackendError: The pool was closed (kind `closed`).
         """
-        while (server := self.choose(episode_id, avoid)) is None:
+        while not any(server.usable for server in self.servers):
             if not self.outage.closed:
                 self.outage.close(self.outage.reason or "no server is there")
             await self.outage.wait()
-        return server
 
     def choose(self, episode_id: str, avoid: Iterable[Server] = ()) -> Server | None:
         """The server for an episode's next request: its sticky while that is available, else the least loaded; None:
