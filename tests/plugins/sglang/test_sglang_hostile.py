@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from sglang_cluster import OUTPUT, Call, answers, changed, cluster
 
 from engine.errors import BackendError
-from engine.plugins.servers.http import framing
+from engine.plugins.servers.http import reply
 from engine.plugins.servers.http.client import HttpClient
 from engine.plugins.servers.http.reply import HELD, MAX_INTERIM, HttpFailure, MalformedReply, retry_seconds
 from engine.tokens.template import ChatTemplate
@@ -172,7 +172,7 @@ async def test_the_bound_of_a_reply_follows_from_its_request(chat_format: ChatTe
 
 async def test_unfinished_bodies_are_bounded_over_all_connections(monkeypatch: pytest.MonkeyPatch) -> None:
     """Thirty connections whose bodies never end: none may be large, and together they may not be either."""
-    monkeypatch.setattr(framing, "MAX_HELD", 200_000)
+    monkeypatch.setattr(reply, "MAX_HELD", 200_000)
     head = b"HTTP/1.1 200 OK\r\nContent-Length: 60000\r\n\r\n"
     highest = 0
     async with writing(head, b"x" * 30_000) as client:
