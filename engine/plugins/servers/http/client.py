@@ -155,7 +155,11 @@ class Connection(asyncio.BufferedProtocol):
         self._loop = asyncio.get_running_loop()
         sock = transport.get_extra_info("socket")
         if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
-            _keep_alive(sock)
+            # The kernel notices within a minute that a host has disappeared.
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for name, value in (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3)):
+                if hasattr(socket, name):
+                    sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
     def get_buffer(self, sizehint: int) -> memoryview:
         return self._buffer.view
@@ -209,14 +213,6 @@ class Connection(asyncio.BufferedProtocol):
         wait = None if reader.retry_after is None else retry_seconds(reader.retry_after)
         if not call.received(reader.status, body, wait, reader.head):
             self.close()
-
-
-def _keep_alive(sock: socket.socket) -> None:
-    """Have the kernel notice within a minute that a host has disappeared."""
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3)):
-        if hasattr(socket, name):
-            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 class HttpClient:
@@ -322,19 +318,30 @@ class HttpClient:
 
     async def _open_for(self, call: HttpCall) -> None:
         try:
-            connection = await self._open(asyncio.get_running_loop())
-        except HttpFailure as failure:
-            call.opening = None
-            call.lost(failure)
-            return
+            async with asyncio.timeout(self._connect_timeout):
+                _, connection = await asyncio.get_running_loop().create_connection(
+                    lambda: Connection(self._buffer, ReplyReader(self._known_heads), self),
+                    self._host,
+                    self._port,
+                    ssl=self._tls,
+                )
+        except TimeoutError:
+            failure = f"{self.url} did not accept a connection within {self._connect_timeout:g} s"
+        except OSError as error:
+            failure = f"{self.url} cannot be reached: {error}"
         except asyncio.CancelledError:
             if call.opening is not None:  # it was not given up
                 call.lost(HttpFailure("the client was closed", sent=False))
             raise
+        else:
+            self.opened += 1
+            call.opening = None
+            self._busy.add(connection)
+            call.connection = connection
+            connection.send(call)
+            return
         call.opening = None
-        self._busy.add(connection)
-        call.connection = connection
-        connection.send(call)
+        call.lost(HttpFailure(failure, sent=False))
 
     # -- what a connection tells it
 
@@ -354,24 +361,6 @@ class HttpClient:
         else:
             call.fresh = True
             self.start(call)
-
-    def _new_connection(self) -> Connection:
-        return Connection(self._buffer, ReplyReader(self._known_heads), self)
-
-    async def _open(self, loop: asyncio.AbstractEventLoop) -> Connection:
-        try:
-            async with asyncio.timeout(self._connect_timeout):
-                _, connection = await loop.create_connection(
-                    self._new_connection, self._host, self._port, ssl=self._tls
-                )
-        except TimeoutError:
-            raise HttpFailure(
-                f"{self.url} did not accept a connection within {self._connect_timeout:g} s", sent=False
-            ) from None
-        except OSError as error:
-            raise HttpFailure(f"{self.url} cannot be reached: {error}", sent=False) from error
-        self.opened += 1
-        return connection
 
     def drop_idle(self) -> None:
         """Close the connections that no request uses."""
