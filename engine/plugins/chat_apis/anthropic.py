@@ -169,10 +169,9 @@ class AnthropicBackend(ApiBackend):
 
     def pause(self, reply: HttpReply) -> float | None:
         """See `ApiBackend.pause`: until the limit is reset of which nothing remains."""
-        found: dict[bytes, dict[bytes, bytes]] = {}
-        for limit, what, value in _RATE.findall(reply.head):
-            found.setdefault(limit.lower(), {})[what.lower()] = value.strip()
-        resets = [limit[b"reset"] for limit in found.values() if limit.get(b"remaining") == b"0" and b"reset" in limit]
+        values = {(limit.lower(), what.lower()): value.strip() for limit, what, value in _RATE.findall(reply.head)}
+        used_up = [limit for (limit, what), value in values.items() if what == b"remaining" and value == b"0"]
+        resets = [values[limit, b"reset"] for limit in used_up if (limit, b"reset") in values]
         waits = [wait for reset in resets if (wait := _seconds_until(reset)) is not None]
         return max(waits, default=None)
 

@@ -61,6 +61,8 @@ CONNECT_SECONDS = 2.0
 BUCKET_BYTES = 256 << 20
 """Maximum bytes of tensors that a server receives before it loads them. A larger tensor is sent by itself."""
 
+_SILENT = "silent"
+"""Kind of the error of a server that did not end its part of a collective operation that the others ended."""
 Bucket = list[tuple[str, "torch.Tensor"]]
 Outcomes = dict["Server", BackendError]
 """The error of each server that had one."""
@@ -291,14 +293,10 @@ def _processes(server: Server, facts: dict[str, Any]) -> int:
     return int(facts.get("tp_size") or 1)
 
 
-class _Silent(BackendError):
-    """A server did not end its part of a collective operation that the others ended."""
-
-
 def _failure(server: Server, path: str, call: asyncio.Future[None], mine: asyncio.Future[None]) -> BackendError:
     if not call.done():
         message = f"{server.url}{path} did not answer within {ANSWER_SECONDS:g} s after the group was closed"
-        return _Silent(message, kind="unreachable", retryable=True, refused=True)
+        return BackendError(message, kind=_SILENT, retryable=True, refused=True)
     error = call.exception()
     if isinstance(error, BackendError):
         return error
@@ -314,7 +312,7 @@ async def _gone(failures: Outcomes) -> Outcomes:
     """The servers that cannot be asked any more, with an error that says so."""
 
     async def ask(server: Server, error: BackendError) -> BackendError | None:
-        if isinstance(error, _Silent):
+        if error.kind == _SILENT:
             return error
         try:
             await server.json("GET", "/model_info", timeout=ANSWER_SECONDS)
