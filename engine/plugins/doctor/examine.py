@@ -62,11 +62,6 @@ class Examined:
         launch: LaunchSpec | None = getattr(self.backend, "launch", None)
         return launch
 
-    @property
-    def gpus_needed(self) -> int:
-        """GPUs that `backend.launch` names."""
-        return 0 if self.launch is None else max(self.launch.indexes, default=-1) + 1
-
 
 def examine(loaded: LoadedSpec | None) -> list[CheckResult]:
     """Find the facts of this machine, and check them. Takes up to a minute where SGLang is asked for its flags.
@@ -155,14 +150,15 @@ def gpus(examined: Examined) -> Iterator[CheckResult]:
             yield CheckResult("ok", "GPU", text)
     if not present:
         yield CheckResult("ok", "GPU", "none: small models run on the CPU")
-    if examined.gpus_needed > len(present):
+    launch = examined.launch
+    last = -1 if launch is None else max(launch.indexes, default=-1)
+    if last >= len(present):
         yield CheckResult(
             "error",
             "GPU",
-            f"`backend.launch.gpus` names GPU {examined.gpus_needed - 1}, and torch finds {len(present)}",
+            f"`backend.launch.gpus` names GPU {last}, and torch finds {len(present)}",
             "name GPUs of this machine; their indexes begin at 0",
         )
-    launch = examined.launch
     if launch is not None and examined.model_bytes is not None and present:
         smallest = min((present[index].memory for index in launch.indexes if index < len(present)), default=0)
         if smallest and examined.model_bytes > 0.9 * smallest * launch.tp:

@@ -102,11 +102,6 @@ class SGLangBackend(CheckedServers):
         server.version = info.get("weight_version")
         return str(info["model_path"])
 
-    @property
-    def workers(self) -> list[Server]:
-        """Servers that take control calls: those of `backend.urls`, or those behind the router."""
-        return self.pool.workers
-
     async def start(self) -> None:
         """See `CheckedServers.start`.
 
@@ -118,7 +113,7 @@ class SGLangBackend(CheckedServers):
         if self._spec.verify and self._folder is not None:
             from engine.plugins.sglang.sample_prompt import verify_servers
 
-            healthy = [server for server in self.workers if server.healthy]
+            healthy = [server for server in self.pool.workers if server.healthy]
             given = {server.url: server.version for server in healthy if server.version not in (None, DEFAULT_VERSION)}
             if given:  # by a training that goes on: not those of the spec's files
                 log.warning("not verified: servers were given other weights since they started", versions=given)
@@ -134,7 +129,7 @@ class SGLangBackend(CheckedServers):
     def _new_encoder(self, vocab_size: int) -> Encoder:
         return Encoder(
             vocab_size=vocab_size,
-            seeded=any(server.seeded for server in self.workers),
+            seeded=any(server.seeded for server in self.pool.workers),
             echo=self.dialect.echo not in self.dropped,
             vision=self._format.vision,
             layout=self._layout,
@@ -152,7 +147,7 @@ class SGLangBackend(CheckedServers):
         if self._spec.router:
             self.pool.workers = await workers_of(self.pool.servers, self._headers)
         facts = await super().check_servers(sampling)
-        versions = {server.version for server in self.workers if server.version is not None}
+        versions = {server.version for server in self.pool.workers if server.version is not None}
         if len(versions) > 1:
             log.warning("sglang servers hold different weights", versions=sorted(versions))
         if self._spec.router:
@@ -231,7 +226,7 @@ class SGLangBackend(CheckedServers):
 
     def stats(self) -> dict[str, Any]:
         """Counts since the start, and the certificate of the prompts."""
-        facts_of_images = [server.images for server in self.workers if server.images is not None]
+        facts_of_images = [server.images for server in self.pool.workers if server.images is not None]
         images = {
             "sent": "scaled",
             "server_processors": sorted({facts.processor for facts in facts_of_images}),
@@ -239,7 +234,7 @@ class SGLangBackend(CheckedServers):
         }
         return {
             **super().stats(),
-            "seeded": any(server.seeded for server in self.workers),
+            "seeded": any(server.seeded for server in self.pool.workers),
             "dropped_by_router": list(self.dropped),
             **({} if self._format.vision is None else {"images": images}),
             **({} if self.verified is None else {"verified": asdict(self.verified)}),

@@ -72,7 +72,7 @@ async def through_outages(backend: SGLangBackend, version: int, update: Callable
             if error.kind != "no_server":
                 servers = ", ".join(
                     f"{server.url} ({'samples with ' + str(server.version) if server.healthy else 'is out'})"
-                    for server in backend.workers
+                    for server in backend.pool.workers
                 )
                 raise TrainError(
                     f"version {version} did not reach every server: {error}. Now: {servers}", kind="weights_not_taken"
@@ -94,7 +94,7 @@ async def check_versions(backend: SGLangBackend, version: int, adapter: str | No
         TrainError: kind `weights_not_taken`: a server does not sample with this version.
         BackendError: kind `no_server`: every server was lost.
     """
-    servers = [server for server in backend.workers if server.healthy]
+    servers = [server for server in backend.pool.workers if server.healthy]
     outcomes = await asyncio.gather(*(_reported_version(server, adapter) for server in servers), return_exceptions=True)
     there = 0
     for server, outcome in zip(servers, outcomes, strict=True):
@@ -165,7 +165,7 @@ async def check_models(backend: SGLangBackend, policy: Policy, fits: set[str], *
     Raises:
         TrainError: kind `weights_not_taken`: a server has another model.
     """
-    new = [server for server in backend.workers if server.healthy and server.url not in fits]
+    new = [server for server in backend.pool.workers if server.healthy and server.url not in fits]
     if not new:
         return
     trained = await asyncio.to_thread(tensor_facts, policy.net.folder)

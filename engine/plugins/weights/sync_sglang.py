@@ -67,7 +67,7 @@ def open_sglang_sync(spec: EpisodeSpec, backend: SGLangBackend, folder: Path, *,
     if method == "disk":
         return DiskSync(backend, place.resolve(), mode)
     if method == "tensors":
-        for url in (server.url for server in backend.workers):
+        for url in (server.url for server in backend.pool.workers):
             try:
                 bind_here(urlsplit(url).hostname or "")
             except OSError:
@@ -195,7 +195,7 @@ def _launched_gpus(launch: LaunchSpec | None, backend: SGLangBackend) -> dict[st
     if launch is None:
         return {}
     indexes, count = launch.indexes, launch.tp
-    return {server.url: indexes[number * count :][:count] for number, server in enumerate(backend.workers)}
+    return {server.url: indexes[number * count :][:count] for number, server in enumerate(backend.pool.workers)}
 
 
 def _only_gpu(policy: Policy) -> int | None:

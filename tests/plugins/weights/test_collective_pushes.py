@@ -89,7 +89,7 @@ async def test_all_processes_of_all_servers_get_the_weights_and_the_group_stays(
             for server in servers:
                 assert_has(server, Weights(version), version)
         assert [server.paths for server in servers] == [JOIN + PUSH + PUSH] * 2
-        assert {server.version for server in backend.workers} == {"2"}
+        assert {server.version for server in backend.pool.workers} == {"2"}
         await backend.close()
         assert [server.paths[-1] for server in servers] == [JOIN[0]] * 2
         assert [server.groups for server in servers] == [{}, {}]
@@ -119,7 +119,7 @@ async def test_a_server_that_hangs_is_left_out_until_the_next_push(
         setattr(servers[1], place, servers[1].broadcasts + bucket)
         await sync.push(Weights(2.0), 2)  # type: ignore[arg-type]
         assert_has(servers[0], Weights(2.0), 2)
-        assert [server.healthy for server in backend.workers] == [True, False]
+        assert [server.healthy for server in backend.pool.workers] == [True, False]
         for number in range(3):
             reply = await backend.generate(request(episode=f"e{number}"))
             assert [span.version for span in reply.versions] == [2]
@@ -128,7 +128,7 @@ async def test_a_server_that_hangs_is_left_out_until_the_next_push(
         await sync.push(Weights(3.0), 3)  # type: ignore[arg-type]
         for server in servers:
             assert_has(server, Weights(3.0), 3)
-        while not backend.workers[1].healthy:  # noqa: ASYNC110  the pool has no event for that
+        while not backend.pool.workers[1].healthy:  # noqa: ASYNC110  the pool has no event for that
             await asyncio.sleep(0.01)
 
 

@@ -93,10 +93,10 @@ async def test_a_server_that_is_lost_at_a_call_of_a_push_samples_again(
         await sync.push(Weights(), 1)  # type: ignore[arg-type]
         fakes[0].cut = cut
         await sync.push(Weights(), 2)  # type: ignore[arg-type]
-        assert backend.workers[0].counts["failed"]
+        assert backend.pool.workers[0].counts["failed"]
         fakes[0].cut = None
         await sync.push(Weights(), 3)  # type: ignore[arg-type]
-        while not backend.workers[0].healthy:  # noqa: ASYNC110  the pool has no event for that
+        while not backend.pool.workers[0].healthy:  # noqa: ASYNC110  the pool has no event for that
             await asyncio.sleep(0.01)
         assert [fake.paused for fake in fakes] == [False, False]
         assert [fake.weight_version for fake in fakes] == ["3", "3"]
@@ -110,7 +110,7 @@ async def test_no_server_comes_back_in_the_middle_of_a_push(chat_format: ChatTem
     async with asyncio.timeout(30), two_servers(chat_format) as (backend, fakes):
         sync = DiskSync(backend, tmp_path, "retract")
         await sync.push(Weights(), 1)  # type: ignore[arg-type]
-        away = backend.workers[1]
+        away = backend.pool.workers[1]
         fakes[1].down = True
         backend.pool.failed(away, "the test says so")
         fakes[0].gate = asyncio.Event()
@@ -135,7 +135,7 @@ async def test_a_push_that_begins_while_a_server_comes_back_leaves_it_out(
     async with asyncio.timeout(30), two_servers(chat_format) as (backend, fakes):
         sync = DiskSync(backend, tmp_path, "retract")
         await sync.push(Weights(), 1)  # type: ignore[arg-type]
-        away = backend.workers[1]
+        away = backend.pool.workers[1]
         fakes[1].down = True
         backend.pool.failed(away, "the test says so")
         true = away.json

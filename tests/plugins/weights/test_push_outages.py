@@ -148,7 +148,7 @@ async def cut_push(format: ChatTemplate, kind: str, folder: Path, servers: int, 
                 generation = await backend.generate(request(episode=f"e{number}"))
                 assert [span.version for span in generation.versions] == [2], (death, most)
             if death != "for good":
-                while not backend.workers[0].healthy:  # noqa: ASYNC110  the pool has no event for that
+                while not backend.pool.workers[0].healthy:  # noqa: ASYNC110  the pool has no event for that
                     await asyncio.sleep(0.01)
                 generation = await backend.generate(request(episode="after"))
                 assert [span.version for span in generation.versions] == [2]

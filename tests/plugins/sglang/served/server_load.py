@@ -39,7 +39,7 @@ async def until_samples(backend: SGLangBackend, tokens: int, requests: int = 1, 
 async def _until(backend: SGLangBackend, holds: Callable[[list[dict[str, Any]]], bool], url: str | None = None) -> None:
     async with asyncio.timeout(HANGS_AFTER):
         while True:
-            asked = [server for server in backend.workers if url in (None, server.url)]
+            asked = [server for server in backend.pool.workers if url in (None, server.url)]
             replies = [await server.json("GET", "/v1/loads") for server in asked]
             if holds([load for reply in replies for load in reply["loads"]]):
                 return

@@ -183,7 +183,7 @@ async def test_episodes_go_on_elsewhere_when_their_server_is_killed(
     with RunStore.create(tmp_path / "two", RunHeader.of(loaded)) as store:
         run = asyncio.create_task(Runner(loaded, load_tasks(loaded), form, backend, store).run())
         async with asyncio.timeout(60):
-            while backend.stats()["turns"] < 8 or not backend.workers[0].in_flight:  # noqa: ASYNC110
+            while backend.stats()["turns"] < 8 or not backend.pool.workers[0].in_flight:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         second_server.kill()
         result = await run

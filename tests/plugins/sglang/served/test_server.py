@@ -343,7 +343,7 @@ async def test_what_is_sent_after_an_update_is_sampled_with_the_new_weights_alon
         output = generation.output_ids.tolist()
         assert split(generation) == [(version, len(output))]
         np.testing.assert_allclose(generation.logprobs, recomputed(folder, prompt, output), atol=1e-4)
-        assert [(await server.json("GET", "/model_info"))["weight_version"] for server in backend.workers] == [
+        assert [(await server.json("GET", "/model_info"))["weight_version"] for server in backend.pool.workers] == [
             str(version)
         ]
 

@@ -100,7 +100,7 @@ async def test_what_a_router_drops_is_found_and_told(
         backend = SGLangBackend(spec, chat_format, sampling=HOT, model=str(tiny_model_dir))
         await routed(backend)
         assert backend.dropped == ["custom_params", "logit_bias", "return_prompt_token_ids", "stop_regex"]
-        assert [worker.url for worker in backend.workers] == [sglang_server.url]
+        assert [worker.url for worker in backend.pool.workers] == [sglang_server.url]
         generation = await backend.generate(request(0, max_new_tokens=20))
         assert len(generation.output_ids) == 20
         assert backend.stats()["certificate"] == {"turns_checked": 0, "turns_unchecked": 1, "prompt_mismatches": 0}

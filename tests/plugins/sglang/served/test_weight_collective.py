@@ -99,14 +99,14 @@ async def test_a_push_goes_on_without_a_server_that_hangs_or_dies(
     assert seen[:2] == [3, 3]
     assert seen[-1] == 2  # the group was made again without it
     policy.save(tmp_path / "saved-2")
-    assert [server.healthy for server in backend.workers] == [True, False]
+    assert [server.healthy for server in backend.pool.workers] == [True, False]
     await assert_samples(backend, tmp_path / "saved-2", 2, 2)
 
     os.kill(model, signal.SIGCONT)
     nudge(policy, 3)
     await sync.push(policy, 3)
     policy.save(tmp_path / "saved-3")
-    assert [server.version for server in backend.workers] == ["3", "3"]
+    assert [server.version for server in backend.pool.workers] == ["3", "3"]
     await assert_samples(backend, tmp_path / "saved-3", 3, 2)
 
     for version, number in ((4, 2), (5, 1)):
@@ -116,7 +116,7 @@ async def test_a_push_goes_on_without_a_server_that_hangs_or_dies(
             await sync.push(policy, version)
         assert seen[-1] == 2
         policy.save(tmp_path / f"saved-{version}")
-        assert [server.healthy for server in backend.workers] == [True, False]
+        assert [server.healthy for server in backend.pool.workers] == [True, False]
         await assert_samples(backend, tmp_path / f"saved-{version}", version, 2)
     await backend.close()
 
@@ -129,7 +129,7 @@ async def test_a_server_that_lost_the_group_is_called_again(
     policy = policy_of(tiny_model_dir)
     sync = open_sync(spec_of(tiny_model_dir, weight_sync=COLLECTIVE), backend, tmp_path, lora=False)
     await sync.push(policy, 1)
-    (server,) = backend.workers
+    (server,) = backend.pool.workers
     await server.json("POST", "/destroy_weights_update_group", {"group_name": sync_collective.GROUP})
     nudge(policy)
     await sync.push(policy, 2)

@@ -249,7 +249,7 @@ async def test_a_server_that_somebody_else_updated_is_out_until_the_next_push(
     with pytest.raises(BackendError, match="samples with weights '9', not '5'") as caught:
         await backend.generate(request())
     assert caught.value.kind == "stale_weights"
-    (server,) = backend.workers
+    (server,) = backend.pool.workers
     assert not server.healthy
     await sync.push(policy, 6)
     while not server.healthy:  # noqa: ASYNC110  neither has the pool
@@ -262,7 +262,7 @@ async def test_a_push_after_one_that_was_broken_off_begins_anew(
 ) -> None:
     """A trainer that died in the middle of a push leaves the server's session open."""
     policy = policy_of(tiny_model_dir)
-    (server,) = backend.workers
+    (server,) = backend.pool.workers
     await server.json("POST", "/begin_weight_update", {})
     piece = list(policy.weights().items())[:3]
     buffer = SharedBlock(buffer_bytes(piece))
@@ -313,10 +313,10 @@ async def test_of_two_servers_one_that_died_is_out_and_the_push_goes_on_with_the
         policy = policy_of(tiny_model_dir)
         sync = open_sync(spec_of(tiny_model_dir, weight_sync={"method": method}), backend, tmp_path, lora=False)
         await sync.push(policy, 1)
-        assert {server.version for server in backend.workers} == {"1"}
+        assert {server.version for server in backend.pool.workers} == {"1"}
         second_server.kill()
         await sync.push(policy, 2)
-        assert [server.healthy for server in backend.workers] == [True, False]
+        assert [server.healthy for server in backend.pool.workers] == [True, False]
         nudge(policy)
         await sync.push(policy, 3)
         assert spans(await backend.generate(request())) == [(3, 24)]
