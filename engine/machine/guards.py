@@ -234,8 +234,14 @@ def guard_problems(expression: str, variables: Mapping[str, Variable] = VARIABLE
     fit; a result that is not a bool; loops that may take too long.
     """
     if len(expression) > MAX_CHARACTERS:
-        message = f"{len(expression)} characters; at most {MAX_CHARACTERS} are allowed"
-        return [GuardProblem(message=message, column=1, fix="write a shorter guard", kind="parse")]
+        return [
+            GuardProblem(
+                message=f"{len(expression)} characters; at most {MAX_CHARACTERS} are allowed",
+                column=1,
+                fix="write a shorter guard",
+                kind="parse",
+            )
+        ]
     try:
         tree = parse(expression)
     except ExpressionError as error:
@@ -244,12 +250,23 @@ def guard_problems(expression: str, variables: Mapping[str, Variable] = VARIABLE
     types = inference.types(tree)
     problems = inference.problems
     if types.isdisjoint(BOOL | DYN):
-        fix = "compare it" if types <= NUMBERS | STRING else None
-        message = f"a guard must be true or false; this is {describe(types)}"
-        problems.append(GuardProblem(message=message, column=tree.start + 1, fix=fix, kind="not-boolean"))
+        problems.append(
+            GuardProblem(
+                message=f"a guard must be true or false; this is {describe(types)}",
+                column=tree.start + 1,
+                fix="compare it" if types <= NUMBERS | STRING else None,
+                kind="not-boolean",
+            )
+        )
     if is_looping(tree) and (work := work_of(tree, ASSUMED_SIZES)) > MAX_WORK:
         steps = f"{work:,}" if work < 10**12 else "more than 10¹²"
-        message = f"with lists of {ASSUMED_SIZES.length} elements it may take {steps} steps; {MAX_WORK:,} are allowed"
-        fix = "nest fewer loops, or let the environment compute a fact"
-        problems.append(GuardProblem(message=message, column=tree.start + 1, fix=fix, kind="too-costly"))
+        problems.append(
+            GuardProblem(
+                message=f"with lists of {ASSUMED_SIZES.length} elements it may take {steps} steps; "
+                f"{MAX_WORK:,} are allowed",
+                column=tree.start + 1,
+                fix="nest fewer loops, or let the environment compute a fact",
+                kind="too-costly",
+            )
+        )
     return sorted(problems, key=lambda problem: problem.column)

@@ -191,8 +191,11 @@ class TypeInference:
             return self._equal(node, types, place)
         if operator == "in":
             if types[1].isdisjoint(MAP | LIST | DYN):
-                message = f"`in` needs a list or a map; {self.typed(node.args[1], types[1])}"
-                self.report(message, node.args[1].start, "`text.contains(part)` searches a string")
+                self.report(
+                    f"`in` needs a list or a map; {self.typed(node.args[1], types[1])}",
+                    node.args[1].start,
+                    "`text.contains(part)` searches a string",
+                )
             elif types[1] == MAP and types[0].isdisjoint(STRING | DYN):
                 self.report(f"{self.typed(node.args[0], types[0])}; keys of maps are strings", place)
             return BOOL

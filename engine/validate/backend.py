@@ -25,8 +25,11 @@ def unsupported_sampling(ctx: CheckContext) -> Iterator[Finding]:
                 for kind in backend_classes()
                 if name not in kind.unsupported_sampling and not isinstance(backend, kind)
             ]
-            fix = f"remove it, or use {' or '.join(f'`kind: {kind}`' for kind in kinds)}"
-            yield Finding(f"the `{backend.kind_name()}` backend does not have `{name}`", (*path, name), fix)
+            yield Finding(
+                f"the `{backend.kind_name()}` backend does not have `{name}`",
+                (*path, name),
+                f"remove it, or use {' or '.join(f'`kind: {kind}`' for kind in kinds)}",
+            )
         if sampling.temperature > backend.max_temperature and "temperature" not in backend.lacking:
             yield Finding(
                 f"`temperature` is {sampling.temperature:g}; the `{backend.kind_name()}` backend takes at most "
@@ -78,8 +81,12 @@ def no_experts(ctx: CheckContext) -> Iterator[Finding]:
         return
     experts = _experts(ctx)
     if experts is not None and experts[1] is None:
-        message = f"the model (`{experts[0]}`) has no experts, so there is no routing to report"
-        yield Finding(message, ("backend", "routed_experts"), "remove it", key=True)
+        yield Finding(
+            f"the model (`{experts[0]}`) has no experts, so there is no routing to report",
+            ("backend", "routed_experts"),
+            "remove it",
+            key=True,
+        )
 
 
 @rule("train.expert-routing", "warning", "sampler and trainer may choose different experts")
@@ -95,16 +102,17 @@ def expert_routing(ctx: CheckContext) -> Iterator[Finding]:
     backend = spec.backend
     if backend.asks_experts:
         if kind not in REPLAYED:
-            message = f"`engine train` has not been tested with the routers of `{kind}`; it checks them when it starts"
-            yield Finding(message, ("backend", "routed_experts"), "keep it if `engine train` starts; else remove it")
+            yield Finding(
+                f"`engine train` has not been tested with the routers of `{kind}`; it checks them when it starts",
+                ("backend", "routed_experts"),
+                "keep it if `engine train` starts; else remove it",
+            )
         return
-    message = (
-        f"the model chooses {layout.top_k} of {layout.experts} experts for each token, and near a tie sampler "
-        "and trainer may choose different ones, so that their log-probs differ"
-    )
     kinds = " or ".join(f"`{each.kind_name()}`" for each in backend_classes() if each.reports_experts)
-    fix = (
-        "set `backend.routed_experts: true`" if backend.reports_experts else f"use {kinds} with `routed_experts: true`"
+    yield Finding(
+        f"the model chooses {layout.top_k} of {layout.experts} experts for each token, and near a tie sampler "
+        "and trainer may choose different ones, so that their log-probs differ",
+        ("backend",) if ctx.written("backend") else ("train",),
+        "set `backend.routed_experts: true`" if backend.reports_experts else f"use {kinds} with `routed_experts: true`",
+        key=True,
     )
-    path = ("backend",) if ctx.written("backend") else ("train",)
-    yield Finding(message, path, fix, key=True)

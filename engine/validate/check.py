@@ -9,7 +9,7 @@ from engine import plugin
 from engine.errors import EngineError, SpecError
 from engine.schemas.sections import used_plugins
 from engine.spec.references import mask_all
-from engine.spec.text.diagnostic import Diagnostic, Severity
+from engine.spec.text.diagnostic import Diagnostic
 from engine.spec.text.near import near_or_known
 from engine.validate.context import CheckContext
 from engine.validate.machine_context import MAX_WORK
@@ -172,28 +172,35 @@ def refuse_first_tasks(loaded: LoadedSpec, tasks: Sequence[Task]) -> None:
 
 
 def _more(ctx: CheckContext, item: Rule) -> Diagnostic:
-    message = f"`{item.id}` has more than {MAX_FINDINGS} findings; the others are not reported"
-    return Diagnostic(MORE, "info", message, "fix these first", ctx.loaded.origin(()))
+    return Diagnostic(
+        MORE,
+        "info",
+        f"`{item.id}` has more than {MAX_FINDINGS} findings; the others are not reported",
+        "fix these first",
+        ctx.loaded.origin(()),
+    )
 
 
 def _unfinished(ctx: CheckContext, rules: list[str]) -> Diagnostic:
     names = ", ".join(f"`{name}`" for name in rules)
-    message = f"the spec is too large for these rules to check all of it: {names}"
-    fix = "they may miss something: use fewer states, transitions, rules or rows, or simpler conditions"
-    return Diagnostic(UNFINISHED, "warning", message, fix, ctx.loaded.origin(("machine",), key=True))
+    return Diagnostic(
+        UNFINISHED,
+        "warning",
+        f"the spec is too large for these rules to check all of it: {names}",
+        "they may miss something: use fewer states, transitions, rules or rows, or simpler conditions",
+        ctx.loaded.origin(("machine",), key=True),
+    )
 
 
 def _broken_plugins(ctx: CheckContext, used: Collection[str] | None = None) -> list[Diagnostic]:
     """A plugin that cannot be used adds nothing. A spec that uses one of `used` is refused; others may do without."""
-    origin = ctx.loaded.origin(())
-    severity: Severity = "warning" if used is None else "error"
     return [
         Diagnostic(
             BROKEN,
-            severity,
+            "warning" if used is None else "error",
             f"the plugin `{name}` cannot be used: {why}",
             REPAIR if "(" in name else f"{REPAIR}, or leave it out: {plugin.OFF}={name}",  # another one has its name
-            origin,
+            ctx.loaded.origin(()),
         )
         for name, why in plugin.installed().broken.items()
         if used is None or name in used

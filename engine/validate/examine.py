@@ -23,7 +23,7 @@ from engine.spec.access import Access
 from engine.spec.load import UNREADABLE, LoadedSpec, read_spec
 from engine.spec.references import mask, mask_all
 from engine.spec.resolve import MAX_BYTES
-from engine.spec.text.diagnostic import Diagnostic, Origin, Severity
+from engine.spec.text.diagnostic import Diagnostic, Origin
 from engine.terminal import one_line
 from engine.validate.check import all_rules, check_rules, trainer_of
 from engine.validate.context import CheckContext
@@ -199,9 +199,12 @@ def _unplayed(path: Path) -> Iterator[Diagnostic]:
     beside = [path.with_name(f"{path.stem}{SCENARIOS}{ending}") for ending in (".yaml", ".yml")]
     file = path if named else next((file for file in beside if file.is_file()), None)
     if file is not None and (why := missing("commands", "test")):
-        severity: Severity = "error" if named else "info"
         yield Diagnostic(
-            NO_PLUGIN, severity, f"the scenarios in {file.name} are not checked", why, Origin(str(path), 1, 1)
+            NO_PLUGIN,
+            "error" if named else "info",
+            f"the scenarios in {file.name} are not checked",
+            why,
+            Origin(str(path), 1, 1),
         )
 
 
@@ -299,8 +302,7 @@ def _child(options: Options, memory: int) -> Child:
 
 
 def _failed(path: Path, rule: str, message: str, fix: str) -> Report:
-    origin = Origin(str(path), 1, 1)
-    return Report(str(path), [Diagnostic(rule, "error", message, fix, origin)], excerpts=[None])
+    return Report(str(path), [Diagnostic(rule, "error", message, fix, Origin(str(path), 1, 1))], excerpts=[None])
 
 
 def _both(static: Report, imported: Report) -> Report:

@@ -61,9 +61,12 @@ def fact_may_miss(ctx: CheckContext) -> Iterator[Finding]:
                 continue  # `guard.unknown-fact` reports the first
             if state in _unset(ctx, fact) and not _sets(ctx, state, event, fact):
                 when = f"after `{event}` in {state}" if event else f"in {state}"
-                message = f"`facts.{fact}` may not be set {when}: an episode that comes there without it fails"
-                fix = f"write `has(facts.{fact}) && …`, or set it in every answer of the code, `reset` first"
-                yield Finding(message, path, fix, offset=offset if path[-1] in ("conditions", "when") else None)
+                yield Finding(
+                    f"`facts.{fact}` may not be set {when}: an episode that comes there without it fails",
+                    path,
+                    f"write `has(facts.{fact}) && …`, or set it in every answer of the code, `reset` first",
+                    offset=offset if path[-1] in ("conditions", "when") else None,
+                )
 
 
 def _guards(ctx: CheckContext) -> Iterator[tuple[DataPath, str, str | None, str]]:

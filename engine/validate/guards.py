@@ -97,12 +97,13 @@ def unknown_fact(ctx: CheckContext) -> Iterator[Finding]:
     names = written.texts | marks
     for path, shown, name, offset in read:
         if name not in names:
-            message = (
-                f"nothing writes the fact `{shown}`: the code of environments, users and tools does not mention it"
-            )
             near = nearest_name(name, sorted(item for item in names if item.isidentifier()))
-            fix = f"did you mean `{near}`?" if near else "check its name in the code that writes it"
-            yield Finding(message, path, fix, offset=offset)
+            yield Finding(
+                f"nothing writes the fact `{shown}`: the code of environments, users and tools does not mention it",
+                path,
+                f"did you mean `{near}`?" if near else "check its name in the code that writes it",
+                offset=offset,
+            )
 
 
 @rule("guard.unknown-field", "warning", "a guard reads a field that tasks do not have")

@@ -18,12 +18,12 @@ def contradiction(ctx: CheckContext) -> Iterator[Finding]:
     turn: DataPath = ("limits", "turn_tokens")
     bound = context_bound(ctx)
     if bound.most is not None and limits.turn_tokens >= bound.most:
-        path = next((key for key in (turn, key_of(bound.by, turn)) if ctx.written(*key)), turn)
-        message = (
+        yield Finding(
             f"a turn may have {limits.turn_tokens} tokens, and the whole sequence, prompt included, "
-            f"{bound.most:.0f} ({bound.by})"
+            f"{bound.most:.0f} ({bound.by})",
+            next((key for key in (turn, key_of(bound.by, turn)) if ctx.written(*key)), turn),
+            "give a turn fewer tokens, or the episode more",
         )
-        yield Finding(message, path, "give a turn fewer tokens, or the episode more")
     yield from _late(ctx)
 
 
@@ -41,16 +41,23 @@ def _late(ctx: CheckContext) -> Iterator[Finding]:
         named.append((("environment", "timeout"), ctx.spec.environment.timeout, "one call of the environment"))
     for path, seconds, what in named:
         if seconds is not None and seconds > episode_seconds and ctx.written(*path):
-            message = f"{what} may take {seconds:g} s, and the whole episode {episode_seconds:g} s"
-            yield Finding(message, path, "set it below `limits.episode_seconds`, or give the episode longer")
+            yield Finding(
+                f"{what} may take {seconds:g} s, and the whole episode {episode_seconds:g} s",
+                path,
+                "set it below `limits.episode_seconds`, or give the episode longer",
+            )
 
 
 @rule("limits.too-wide", "info", "the limits allow too many combinations of counters to check each")
 def too_wide(ctx: CheckContext) -> Iterator[Finding]:
     """The maximum of a counter is then its limit, and conditions that depend on counters may have either result."""
     if ctx.graph.walked and not ctx.graph.exact:
-        message = "too many combinations of turns and calls: nothing that depends on their counts is proved"
-        yield Finding(message, ("limits",), "set lower limits to have them checked exactly", key=True)
+        yield Finding(
+            "too many combinations of turns and calls: nothing that depends on their counts is proved",
+            ("limits",),
+            "set lower limits to have them checked exactly",
+            key=True,
+        )
 
 
 @rule("limits.never-binds", "info", "a limit that can never be reached")
@@ -66,16 +73,25 @@ def never_binds(ctx: CheckContext) -> Iterator[Finding]:
                 yield Finding(f"`limits.{name}: {value}` is never reached: {ever}", ("limits", name), "remove it")
     bound = context_bound(ctx)
     if limits.episode_tokens is not None and bound.most is not None and bound.most < limits.episode_tokens:
-        message = f"`limits.episode_tokens: {limits.episode_tokens}` is never reached: {bound.by} is {bound.most:.0f}"
-        yield Finding(message, ("limits", "episode_tokens"), "remove it")
+        yield Finding(
+            f"`limits.episode_tokens: {limits.episode_tokens}` is never reached: {bound.by} is {bound.most:.0f}",
+            ("limits", "episode_tokens"),
+            "remove it",
+        )
     sampled = ctx.spec.sampling.max_new_tokens
     if sampled is not None and sampled < limits.turn_tokens and ctx.written("limits", "turn_tokens"):
-        message = f"`limits.turn_tokens: {limits.turn_tokens}` is never reached: `sampling.max_new_tokens` is {sampled}"
-        yield Finding(message, ("limits", "turn_tokens"), "remove one of the two")
+        yield Finding(
+            f"`limits.turn_tokens: {limits.turn_tokens}` is never reached: `sampling.max_new_tokens` is {sampled}",
+            ("limits", "turn_tokens"),
+            "remove one of the two",
+        )
     all_timed = bool(ctx.spec.tools) and all(tool.timeout is not None for tool in ctx.spec.tools)
     if all_timed and ctx.written("limits", "tool_seconds") and ctx.spec.environment is None:
-        message = "`limits.tool_seconds` is never reached: every tool has a `timeout` of its own"
-        yield Finding(message, ("limits", "tool_seconds"), "remove it")
+        yield Finding(
+            "`limits.tool_seconds` is never reached: every tool has a `timeout` of its own",
+            ("limits", "tool_seconds"),
+            "remove it",
+        )
 
 
 @rule("limits.no-deadline", "info", "a tool, a user or the environment has the default deadline")
@@ -85,17 +101,21 @@ def no_deadline(ctx: CheckContext) -> Iterator[Finding]:
     if not ctx.written("limits", "tool_seconds"):
         for index in range(len(spec.tools)):
             if spec.tools[index].timeout is None:
-                message = (
+                yield Finding(
                     "this tool has no `timeout`: `limits.tool_seconds` holds, by default "
-                    f"{spec.limits.tool_seconds:g} s"
+                    f"{spec.limits.tool_seconds:g} s",
+                    ("tools", index),
+                    "add `timeout: 5s`, or set `limits.tool_seconds`",
                 )
-                yield Finding(message, ("tools", index), "add `timeout: 5s`, or set `limits.tool_seconds`")
     for path, user in ctx.users:
         if user.timeout is None or not ctx.written(*path, "timeout"):
             yield Finding(f"this user has no `timeout`: the default is {user.seconds:g} s", path, "add `timeout: 30s`")
     if spec.environment is not None and not ctx.written("environment", "timeout"):
-        message = f"this environment has no `timeout`: the default is {spec.environment.timeout:g} s"
-        yield Finding(message, ("environment",), "add `timeout: 30s`")
+        yield Finding(
+            f"this environment has no `timeout`: the default is {spec.environment.timeout:g} s",
+            ("environment",),
+            "add `timeout: 30s`",
+        )
 
 
 @rule("limits.no-time", "warning", "nothing ends an episode in which the model or the server hangs")
@@ -105,6 +125,9 @@ def no_time(ctx: CheckContext) -> Iterator[Finding]:
         return
     for name, state in ctx.states.items():
         if name in ctx.reachable and seconds_of(ctx.spec, state) == float("inf"):
-            message = f"`{name}` ({state.action}) has no deadline, and the episode has none either"
-            yield Finding(message, ("limits", "episode_seconds"), "set `limits.episode_seconds`")
+            yield Finding(
+                f"`{name}` ({state.action}) has no deadline, and the episode has none either",
+                ("limits", "episode_seconds"),
+                "set `limits.episode_seconds`",
+            )
             return

@@ -42,21 +42,26 @@ def _member(path: DataPath, key: str, value: str | list[str], index: int) -> Dat
 def too_many(ctx: CheckContext) -> Iterator[Finding]:
     """With every list of triggers and sources, and every `"*"`, written out."""
     if ctx.written_out > MAX_TRANSITIONS:
-        message = (
+        yield Finding(
             f"{ctx.written_out:,} transitions, with every list and `*` expanded; at most "
-            f"{MAX_TRANSITIONS:,} are allowed"
+            f"{MAX_TRANSITIONS:,} are allowed",
+            ("machine", "transitions"),
+            "remove transitions that can never happen",
+            key=True,
         )
-        yield Finding(message, ("machine", "transitions"), "remove transitions that can never happen", key=True)
 
 
 @rule("machine.too-large", "warning", "the machine is too large to check all its paths")
 def too_large(ctx: CheckContext) -> Iterator[Finding]:
     """Whether each cycle is bounded, and what an episode may cost, is then not known."""
     if not ctx.graph.walked:
-        message = (
-            f"{len(ctx.states):,} states are too many to check all paths: whether limits bound every cycle is not known"
+        yield Finding(
+            f"{len(ctx.states):,} states are too many to check all paths: whether limits bound every cycle is "
+            "not known",
+            ("machine",),
+            "split it into several specs",
+            key=True,
         )
-        yield Finding(message, ("machine",), "split it into several specs", key=True)
 
 
 @rule("machine.unknown-state", "error", "a transition or `initial` names a state that does not exist")
@@ -68,8 +73,11 @@ def unknown_state(ctx: CheckContext) -> Iterator[Finding]:
     for path, item in _written(ctx):
         for index, source in enumerate(item.sources):
             if source != ANY and source not in ctx.states:
-                where = _member(path, "source", item.source, index)
-                yield Finding(f"there is no state `{source}`", where, nearest(source, ctx.states))
+                yield Finding(
+                    f"there is no state `{source}`",
+                    _member(path, "source", item.source, index),
+                    nearest(source, ctx.states),
+                )
         if item.dest not in (SAME, *ctx.states):
             yield Finding(f"there is no state `{item.dest}`", (*path, "dest"), nearest(item.dest, ctx.states))
 
@@ -80,8 +88,11 @@ def unknown_action(ctx: CheckContext) -> Iterator[Finding]:
     for name, state in ctx.spec.machine.states.items():
         if state.action is not None and ":" not in state.action and state.action not in ACTIONS:
             near = f"{nearest(state.action, ACTIONS)} (one of your own is `package.module:name`)"
-            fix = plugin.missing("actions", state.action) or near
-            yield Finding(f"there is no action `{state.action}`", ("machine", "states", name, "action"), fix)
+            yield Finding(
+                f"there is no action `{state.action}`",
+                ("machine", "states", name, "action"),
+                plugin.missing("actions", state.action) or near,
+            )
 
 
 @rule("machine.no-action", "error", "a state that is not final has no action")
@@ -89,9 +100,11 @@ def no_action(ctx: CheckContext) -> Iterator[Finding]:
     """Without an action no event comes, and the episode would stand still."""
     for name in ctx.working:
         if ctx.states[name].action is None:
-            fix = "give it an `action`, or make it `final: true`"
             yield Finding(
-                f"`{name}` has no action, so no event can lead out of it", ctx.state_path(name), fix, key=True
+                f"`{name}` has no action, so no event can lead out of it",
+                ctx.state_path(name),
+                "give it an `action`, or make it `final: true`",
+                key=True,
             )
 
 
@@ -107,10 +120,13 @@ def unknown_event(ctx: CheckContext) -> Iterator[Finding]:
             continue
         for index, trigger in enumerate(item.triggers):
             if trigger not in emitted:
-                where = _member(path, "trigger", item.trigger, index)
                 verb = "emits" if len(named) == 1 else "emit"
                 who = "no state emits" if wild else f"`{'`, `'.join(named)}` never {verb}"
-                yield Finding(f"{who} the event `{trigger}`", where, nearest(trigger, emitted))
+                yield Finding(
+                    f"{who} the event `{trigger}`",
+                    _member(path, "trigger", item.trigger, index),
+                    nearest(trigger, emitted),
+                )
 
 
 def _emitted(ctx: CheckContext, names: list[str]) -> frozenset[str] | None:
@@ -157,10 +173,13 @@ def unhandled_event(ctx: CheckContext) -> Iterator[Finding]:
     if cut_short:
         states = [name for name, events in missing.items() if any(event in cut_short for event in events)]
         verb = "leads" if len(cut_short) == 1 else "lead"
-        message = f"{_quoted(cut_short)} may happen in {listed(states)}, and {verb} nowhere"
         dest = ends[0] if len(ends) == 1 else "…"
-        fix = f'add `{{trigger: {_listed(cut_short)}, source: "*", dest: {dest}}}` as the last transition'
-        yield Finding(message, ("machine", "transitions"), fix, key=True)
+        yield Finding(
+            f"{_quoted(cut_short)} may happen in {listed(states)}, and {verb} nowhere",
+            ("machine", "transitions"),
+            f'add `{{trigger: {_listed(cut_short)}, source: "*", dest: {dest}}}` as the last transition',
+            key=True,
+        )
     alike: dict[tuple[str | None, tuple[str, ...]], list[str]] = {}
     for name, events in missing.items():
         rest = tuple(event for event in events if event not in cut_short)
@@ -168,9 +187,12 @@ def unhandled_event(ctx: CheckContext) -> Iterator[Finding]:
             alike.setdefault((ctx.states[name].action, rest), []).append(name)
     for (action, rest), names in alike.items():
         verb = "leads" if len(rest) == 1 else "lead"
-        message = f"{_quoted(names)} ({action}) may end with {_quoted(rest)}, which {verb} nowhere"
-        fix = f"add `{{trigger: {_listed(rest)}, source: {_listed(names)}, dest: …}}`"
-        yield Finding(message, ctx.state_path(names[0]), fix, key=True)
+        yield Finding(
+            f"{_quoted(names)} ({action}) may end with {_quoted(rest)}, which {verb} nowhere",
+            ctx.state_path(names[0]),
+            f"add `{{trigger: {_listed(rest)}, source: {_listed(names)}, dest: …}}`",
+            key=True,
+        )
 
 
 _CUT_SHORT = (*ALWAYS_EVENTS, "aborted", "truncated", "malformed")
@@ -198,8 +220,11 @@ def no_default(ctx: CheckContext) -> Iterator[Finding]:
             last[group] = ("machine", "transitions", edge.index or 0, "conditions") if is_written else ("machine",)
     for (source, event), path in last.items():
         if path is not None:
-            fix = f"add `{{trigger: {event}, source: {source}, dest: …}}` without conditions, behind them"
-            yield Finding(f"`{event}` in `{source}` leads nowhere when no condition holds", path, fix)
+            yield Finding(
+                f"`{event}` in `{source}` leads nowhere when no condition holds",
+                path,
+                f"add `{{trigger: {event}, source: {source}, dest: …}}` without conditions, behind them",
+            )
 
 
 @rule("machine.unreachable", "error", "no episode can reach a state")
@@ -210,12 +235,16 @@ def unreachable(ctx: CheckContext) -> Iterator[Finding]:
     come_to = graph.by_state if graph.exact and begun else ctx.reachable
     for name in ctx.states:
         if name not in ctx.reachable:
-            fix = "lead a transition to it, or remove it"
-            yield Finding(f"nothing leads to `{name}`", ctx.state_path(name), fix, key=True)
+            yield Finding(
+                f"nothing leads to `{name}`", ctx.state_path(name), "lead a transition to it, or remove it", key=True
+            )
         elif name not in come_to:
-            message = f"no episode can reach `{name}`, within the spec's limits and conditions"
-            fix = "widen the limits or conditions before it, or remove it"
-            yield Finding(message, ctx.state_path(name), fix, key=True)
+            yield Finding(
+                f"no episode can reach `{name}`, within the spec's limits and conditions",
+                ctx.state_path(name),
+                "widen the limits or conditions before it, or remove it",
+                key=True,
+            )
 
 
 @rule("machine.done-unreachable", "error", "from some state no final state can be reached")
@@ -229,8 +258,12 @@ def done_unreachable(ctx: CheckContext) -> Iterator[Finding]:
     for name in ctx.working:
         if name in ctx.reachable and name not in ctx.ending:
             ends = " or ".join(f"`{state}`" for state in final) if len(final) < 5 else listed(final)
-            fix = f"lead a transition from it to {ends}"
-            yield Finding(f"no end can be reached from `{name}`", ctx.state_path(name), fix, key=True)
+            yield Finding(
+                f"no end can be reached from `{name}`",
+                ctx.state_path(name),
+                f"lead a transition from it to {ends}",
+                key=True,
+            )
 
 
 @rule("rules.unknown-state", "error", "a reward rule names a state that does not exist")
@@ -240,8 +273,11 @@ def rule_at_unknown_state(ctx: CheckContext) -> Iterator[Finding]:
         if item.at not in ctx.states:
             having = [f"`{name}`" for name, preset in PRESETS.items() if item.at in preset.machine.states]
             elsewhere = f"{item.at} is a state of {' and '.join(having)}; this machine has {', '.join(ctx.states)}"
-            fix = elsewhere if having else nearest(item.at, ctx.states)
-            yield Finding(f"there is no state `{item.at}`", ("rewards", "reassign", index, "at"), fix)
+            yield Finding(
+                f"there is no state `{item.at}`",
+                ("rewards", "reassign", index, "at"),
+                elsewhere if having else nearest(item.at, ctx.states),
+            )
 
 
 def _cycles(ctx: CheckContext) -> list[Cycle]:
@@ -295,8 +331,11 @@ def cycle_by_time(ctx: CheckContext) -> Iterator[Finding]:
     if ctx.graph.chart.timed:
         for cycle in _cycles(ctx):
             if not cycle.late:
-                message = f"{cycle} can loop until `limits.episode_seconds`: no count limit bounds it"
-                yield Finding(message, _where(ctx, cycle), _fix(cycle))
+                yield Finding(
+                    f"{cycle} can loop until `limits.episode_seconds`: no count limit bounds it",
+                    _where(ctx, cycle),
+                    _fix(cycle),
+                )
 
 
 @rule("machine.user-after-user", "warning", "a user's message can follow a user's message")
@@ -321,9 +360,12 @@ def user_after_user(ctx: CheckContext) -> Iterator[Finding]:
         silent = facts.silent_events if facts is not None else ()
         if role == "user" and said and state not in reported:
             reported.add(state)
-            fix = "lead through a state that generates before the user is asked again"
-            message = f"in `{state}` the user may speak right after a user's message, with no reply in between"
-            yield Finding(message, ctx.state_path(state), fix, key=True)
+            yield Finding(
+                f"in `{state}` the user may speak right after a user's message, with no reply in between",
+                ctx.state_path(state),
+                "lead through a state that generates before the user is asked again",
+                key=True,
+            )
         own_events = (ctx.events_of(ctx.states[state]) or ()) if action is not None else ()
         for event, dests in steps.get(state, {}).items():
             ctx.work.spend(len(dests))
@@ -418,8 +460,11 @@ def shadowed(ctx: CheckContext) -> Iterator[Finding]:
             if before is None or (not all_before and (edge.wildcard or pair.same)):
                 continue  # a wildcard stands for the events that earlier transitions do not handle
             what = f"`{edge.trigger}` in `{edge.source}`"
-            fix = "put it before that one" if edge.conditions else "remove it, or give the one before it a condition"
-            yield Finding(f"never taken for {what}: {_place(ctx, before)} is tried first", _path(index), fix)
+            yield Finding(
+                f"never taken for {what}: {_place(ctx, before)} is tried first",
+                _path(index),
+                "put it before that one" if edge.conditions else "remove it, or give the one before it a condition",
+            )
             if all_before:
                 break
 
@@ -443,12 +488,12 @@ def overlapping(ctx: CheckContext) -> Iterator[Finding]:
                 ctx.work.spend(_weight(first, second))
                 if overlap(first, second, ctx.hull) and not _implies(ctx, second, first):
                     reported.add(pair)
-                    message = (
+                    yield Finding(
                         f"`{later.trigger}` in `{later.source}`: this condition and that of {_place(ctx, earlier)} may "
-                        f"both hold; the first leads to `{earlier.dest}`, this one to `{later.dest}`"
+                        f"both hold; the first leads to `{earlier.dest}`, this one to `{later.dest}`",
+                        (*_path(later.index or 0), "conditions"),
+                        f"if the order is intended, make it explicit: add `&& !({earlier.conditions})`",
                     )
-                    fix = f"if the order is intended, make it explicit: add `&& !({earlier.conditions})`"
-                    yield Finding(message, (*_path(later.index or 0), "conditions"), fix)
 
 
 @rule("machine.final-exits", "error", "a transition leaves a final state")
@@ -457,9 +502,11 @@ def final_exits(ctx: CheckContext) -> Iterator[Finding]:
     for path, item in _written(ctx):
         for position, source in enumerate(item.sources):
             if source in ctx.states and ctx.states[source].final:
-                where = _member(path, "source", item.source, position)
-                fix = "remove the transition, or `final: true` from the state"
-                yield Finding(f"`{source}` is final: the episode ends there, and no transition leaves it", where, fix)
+                yield Finding(
+                    f"`{source}` is final: the episode ends there, and no transition leaves it",
+                    _member(path, "source", item.source, position),
+                    "remove the transition, or `final: true` from the state",
+                )
 
 
 _CORRECTED = {
@@ -485,10 +532,12 @@ def constant_guard(ctx: CheckContext) -> Iterator[Finding]:
         truth = _truth(ctx, expression, asked.get(path[:3], []))
         if truth is not None:
             key = str(path[3])
-            fix = f"leave `{key}` out" if truth != (key == "unless") else _CORRECTED[key]
             shown, how = " ".join(expression.split()), "always" if truth else "never"
-            message = f"`{shown}` {how} holds here, within the spec's limits"
-            yield Finding(message, path, fix)
+            yield Finding(
+                f"`{shown}` {how} holds here, within the spec's limits",
+                path,
+                f"leave `{key}` out" if truth != (key == "unless") else _CORRECTED[key],
+            )
 
 
 def _truth(ctx: CheckContext, expression: str, asked: list[tuple[str, str | None]]) -> bool | None:

@@ -51,20 +51,22 @@ def unknown(ctx: CheckContext) -> Iterator[Finding]:
     near = nearest_name(name.rpartition("/")[2], list(named_models()))
     listed = f"did you mean `{near}`?" if near else "name a folder, a hub id `owner/name`, or one of the catalogue: "
     listed += "" if near else ", ".join(named_models())
-    message = f"there is no model `{name}`: no folder of this name, and none in the catalogue"
-    yield Finding(message, ("model", "path"), missing("models", name) or listed)
+    yield Finding(
+        f"there is no model `{name}`: no folder of this name, and none in the catalogue",
+        ("model", "path"),
+        missing("models", name) or listed,
+    )
 
 
 @rule("model.not-at-hand", "info", "the model's files are not on this computer, so some checks are skipped")
 def not_at_hand(ctx: CheckContext) -> Iterator[Finding]:
     """Its context, its chat template, its special tokens and whether it takes images."""
     if not ctx.spec.backend.takes_messages and _files(ctx) is None and may_exist(ctx.loaded):
-        message = (
-            f"the files of `{ctx.spec.model.path}` are not on this computer: template, context and images "
-            "are not checked"
-        )
         yield Finding(
-            message, ("model", "path"), "download it once (`engine models` lists the models), or give a folder"
+            f"the files of `{ctx.spec.model.path}` are not on this computer: template, context and images "
+            "are not checked",
+            ("model", "path"),
+            "download it once (`engine models` lists the models), or give a folder",
         )
 
 
@@ -115,8 +117,9 @@ def template_renders(ctx: CheckContext) -> Iterator[Finding]:
     shown = _render(ctx)
     if files.template is None:
         if not is_replaced and ctx.spec.model.renderer in ("auto", "template"):
-            message = "this model's tokenizer has no chat template"
-            yield Finding(message, path, "give one: `model.chat_template: chat.jinja`")
+            yield Finding(
+                "this model's tokenizer has no chat template", path, "give one: `model.chat_template: chat.jinja`"
+            )
     elif shown is not None and shown.problem is not None:
         yield Finding(f"the chat template cannot be used: {shown.problem}", path, "give another: `model.chat_template`")
 
@@ -156,11 +159,8 @@ def no_tools(ctx: CheckContext) -> Iterator[Finding]:
     if shown is None or at is None or shown.tools:
         return
     if ctx.spec.model.tool_calls == "auto":  # another way of writing calls is described in the prompt
-        message = (
-            f"the chat template of `{ctx.spec.model.path}` does not show tools: the model never sees their schemas"
-        )
         yield Finding(
-            message,
+            f"the chat template of `{ctx.spec.model.path}` does not show tools: the model never sees their schemas",
             at,
             "describe them in `prompt` and set `model.tool_calls`, or give a `chat_template`",
             key=at == ("tools",),
@@ -174,9 +174,10 @@ def no_tool_role(ctx: CheckContext) -> Iterator[Finding]:
     if shown is None or shown.results or ctx.spec.model.tool_role == "user":
         return
     if ctx.calling and (ctx.spec.tools or ctx.spec.environment):
-        message = f"the chat template of `{ctx.spec.model.path}` does not show messages of role `tool`"
         yield Finding(
-            message, ("model", "tool_role"), "set `model.tool_role: user`: results are shown as a user's words"
+            f"the chat template of `{ctx.spec.model.path}` does not show messages of role `tool`",
+            ("model", "tool_role"),
+            "set `model.tool_role: user`: results are shown as a user's words",
         )
 
 
@@ -191,11 +192,17 @@ def hidden_roles(ctx: CheckContext) -> Iterator[Finding]:
         path: DataPath = ("model", "hidden_roles", index)
         path = path if ctx.written(*path) else ("model", "hidden_roles")
         if role == "tool" and model.tool_role == "user":
-            message = "`tool_role: user` shows tools' results as a user's words: there are no messages of role `tool`"
-            yield Finding(message, path, "leave `tool` out")
+            yield Finding(
+                "`tool_role: user` shows tools' results as a user's words: there are no messages of role `tool`",
+                path,
+                "leave `tool` out",
+            )
         elif shown is not None and role not in shown.hides:
-            message = f"the chat template of `{model.path}` shows every message of role `{role}`"
-            yield Finding(message, path, "leave it out: a message that this template would lose is then an error")
+            yield Finding(
+                f"the chat template of `{model.path}` shows every message of role `{role}`",
+                path,
+                "leave it out: a message that this template would lose is then an error",
+            )
 
 
 @rule("model.calls-not-read", "error", "nothing reads the tool calls that the chat template writes")
@@ -210,11 +217,12 @@ def calls_not_read(ctx: CheckContext) -> Iterator[Finding]:
     unread = _unread(model.model_dump_json(), str(ctx.loaded.base))
     if unread:
         named = ", ".join(f"`{name}`" for name in FORMATS)
-        fix = (
+        yield Finding(
+            unread,
+            ("model", "tool_calls"),
             f"set `model.tool_calls` to {named} or your own `package.module:Class`, and describe in `prompt` "
-            "how calls are written"
+            "how calls are written",
         )
-        yield Finding(unread, ("model", "tool_calls"), fix)
 
 
 @lru_cache(maxsize=16)
@@ -253,12 +261,9 @@ def special_text(ctx: CheckContext) -> Iterator[Finding]:
     paths: list[DataPath] = [("model",)] if ctx.spec.model.allow_special else []
     paths += [(*path, "model") for path, part in parts if part and part.model and part.model.allow_special]
     for path in paths:
-        message = (
-            "text from users, tools, environments, task fields and replies that spells a special token "
-            "becomes that token"
-        )
         yield Finding(
-            message,
+            "text from users, tools, environments, task fields and replies that spells a special token "
+            "becomes that token",
             (*path, "allow_special"),
             "leave `allow_special` out, unless your own code writes such text on purpose",
         )
@@ -277,8 +282,11 @@ def stop_in_token(ctx: CheckContext) -> Iterator[Finding]:
         if inside:
             path: DataPath = ("sampling", "stop", index)
             path = path if ctx.written(*path) else ("sampling", "stop")
-            message = f"the stop string `{stop}` is part of `{inside[0]}`: a reply that writes it ends there"
-            yield Finding(message, path, "use a longer stop string, or `stop_token_ids`")
+            yield Finding(
+                f"the stop string `{stop}` is part of `{inside[0]}`: a reply that writes it ends there",
+                path,
+                "use a longer stop string, or `stop_token_ids`",
+            )
 
 
 @rule("model.images", "error", "images are shown to a model that takes none")
@@ -328,8 +336,11 @@ def context(ctx: CheckContext) -> Iterator[Finding]:
     files = _files(ctx)
     own = ctx.spec.model.context
     if files is not None and own is not None and files.context is not None and own > files.context:
-        message = f"`model.context: {own}`, and the model was made for {files.context} tokens"
-        yield Finding(message, ("model", "context"), f"set it to {files.context} or less, or leave it out")
+        yield Finding(
+            f"`model.context: {own}`, and the model was made for {files.context} tokens",
+            ("model", "context"),
+            f"set it to {files.context} or less, or leave it out",
+        )
 
 
 @rule("limits.prompt-too-long", "error", "a prompt and one turn do not fit the episode's tokens")
@@ -349,14 +360,18 @@ def prompt_too_long(ctx: CheckContext) -> Iterator[Finding]:
         try:
             tokens = _tokens_of(ctx, files, messages)
         except ChildError as error:
-            message = f"the prompt of row {number} cannot be rendered: {error}"
-            yield Finding(message, ("prompt",), "give another `model.chat_template`")
+            yield Finding(
+                f"the prompt of row {number} cannot be rendered: {error}",
+                ("prompt",),
+                "give another `model.chat_template`",
+            )
             return
         if tokens is not None and tokens > room:
             turn = f"with a turn of {min(sampled, ctx.spec.limits.turn_tokens)}"
-            message = f"the prompt of row {number} has {tokens} tokens: {turn} more than {bound.most:.0f} ({bound.by})"
             yield Finding(
-                message, key_of(bound.by, ("prompt",)), "shorten the prompt or the turn, or allow more tokens"
+                f"the prompt of row {number} has {tokens} tokens: {turn} more than {bound.most:.0f} ({bound.by})",
+                key_of(bound.by, ("prompt",)),
+                "shorten the prompt or the turn, or allow more tokens",
             )
             return
 

@@ -99,8 +99,9 @@ def _recover_fields(
         if root == "task" and field:
             yield from no_field(ctx, rows, field, path, offset)
         elif known is not None and name not in known:
-            fix = nearest(name, [*known, "task.<field>"])
-            yield Finding(f"there is no field `{name}` here", path, fix, offset=offset)
+            yield Finding(
+                f"there is no field `{name}` here", path, nearest(name, [*known, "task.<field>"]), offset=offset
+            )
 
 
 def _recover(ctx: CheckContext) -> list[tuple[str, Words]]:
@@ -152,11 +153,12 @@ def jinja_in_prompt(ctx: CheckContext) -> Iterator[Finding]:
     for path, template in texts:
         ctx.work.spend(1 + len(template) / 50)
         if match := _JINJA.search(template):
-            message = (
-                f"the model would see `{short(match[0])}` as it stands: a prompt has fields, `{{{{name}}}}`, alone"
+            yield Finding(
+                f"the model would see `{short(match[0])}` as it stands: a prompt has fields, `{{{{name}}}}`, alone",
+                path,
+                "make the text in the rows of the tasks or in `reset` of the environment, and name its field here",
+                offset=match.start(),
             )
-            fix = "make the text in the rows of the tasks or in `reset` of the environment, and name its field here"
-            yield Finding(message, path, fix, offset=match.start())
 
 
 def offset_of(template: str, name: str) -> int:
@@ -173,8 +175,11 @@ def prompt_empty(ctx: CheckContext) -> Iterator[Finding]:
         and ctx.spec.environment is None
         and not owns_conversation(ctx.machine)
     ):
-        fix = 'add `prompt: [{role: user, content: "{{question}}"}]`, or an `environment` that begins'
-        yield Finding("the model gets no message: the spec has neither a prompt nor an environment", (), fix)
+        yield Finding(
+            "the model gets no message: the spec has neither a prompt nor an environment",
+            (),
+            'add `prompt: [{role: user, content: "{{question}}"}]`, or an `environment` that begins',
+        )
 
 
 @rule("spec.outside", "error", "a file is outside the folders that may be read")
@@ -182,8 +187,9 @@ def outside_file(ctx: CheckContext) -> Iterator[Finding]:
     """Every file that the spec names must be below the spec's folder, the current folder or `--allow-path`."""
     for path, name in _named_files(ctx):
         if not ctx.loaded.access.allows(ctx.loaded.resolve(name, path)):
-            message = f"`{short(name)}` is outside the folders that may be read, so it is not opened"
-            yield Finding(message, path, OUTSIDE_FIX)
+            yield Finding(
+                f"`{short(name)}` is outside the folders that may be read, so it is not opened", path, OUTSIDE_FIX
+            )
 
 
 @rule("spec.no-file", "error", "a file that the spec names does not exist")

@@ -167,9 +167,14 @@ def _diagnostic(plain: Mapping[str, Any]) -> Diagnostic:
     origin = None
     if plain["file"] is not None:
         origin = Origin(str(plain["file"]), int(plain["line"]), int(plain["column"]), str(plain["via"]))
-    fix = None if plain["fix"] is None else str(plain["fix"])
-    path = tuple(key if isinstance(key, int) else str(key) for key in plain["path"])
-    return Diagnostic(str(plain["rule"]), severity, str(plain["message"]), fix, origin, path)
+    return Diagnostic(
+        str(plain["rule"]),
+        severity,
+        str(plain["message"]),
+        None if plain["fix"] is None else str(plain["fix"]),
+        origin,
+        tuple(key if isinstance(key, int) else str(key) for key in plain["path"]),
+    )
 
 
 def _cost_of(plain: Mapping[str, Any]) -> WorstCase:

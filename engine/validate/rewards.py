@@ -131,8 +131,11 @@ def no_such_turn(ctx: CheckContext) -> Iterator[Finding]:
     for path, turn, to in (*((path, item.turn, item.to) for path, item in _rules(ctx)), *events):
         for key, address in (("turn", turn), ("to", to)):
             if isinstance(address, TurnChoice) and address.name not in kinds:
-                message = f"no turn of the model is sampled in a state `{address.name}` or ends with such an event"
-                yield Finding(message, (*path, key, "first" if address.first else "last"), nearest(address.name, kinds))
+                yield Finding(
+                    f"no turn of the model is sampled in a state `{address.name}` or ends with such an event",
+                    (*path, key, "first" if address.first else "last"),
+                    nearest(address.name, kinds),
+                )
     for path, item in _rules(ctx):
         moments = _moments(ctx, item)
         if not moments or not ctx.graph.exact or ctx.spec.limits.assistant_turns is None:
@@ -144,11 +147,17 @@ def no_such_turn(ctx: CheckContext) -> Iterator[Finding]:
             where = (*path, key) if ctx.written(*path, key) else path
             if not isinstance(address, TurnChoice):
                 had = "no turn" if most == 0 else "one turn" if most == 1 else f"{most} turns"
-                message = f"there is no turn `{address}`: after `{item.at}` the model has had at most {had}"
-                yield Finding(message, where, "use a turn that exists, or raise `limits.assistant_turns`")
+                yield Finding(
+                    f"there is no turn `{address}`: after `{item.at}` the model has had at most {had}",
+                    where,
+                    "use a turn that exists, or raise `limits.assistant_turns`",
+                )
             elif address.name in kinds:
-                message = f"there is no turn `{address}` when the rule applies: `{item.at}` comes before it"
-                yield Finding(message, where, "use a turn that exists, or apply the rule in a later state")
+                yield Finding(
+                    f"there is no turn `{address}` when the rule applies: `{item.at}` comes before it",
+                    where,
+                    "use a turn that exists, or apply the rule in a later state",
+                )
 
 
 @rule("rewards.turn-may-miss", "warning", "a rule may apply before its turn exists, which fails the episode")
@@ -172,8 +181,11 @@ def turn_may_miss(ctx: CheckContext) -> Iterator[Finding]:
             continue
         same = {moment.turns for moment in moments if _same_turn(item, moment)}
         if same and not all(_same_turn(item, moment) for moment in moments):
-            message = f"after turn {min(same) - 1}, `{item.turn}` and `{item.to}` are the same: the episode would fail"
-            yield Finding(message, path, _wait(item, max(same)) if max(same) < max(turns) else _LATER)
+            yield Finding(
+                f"after turn {min(same) - 1}, `{item.turn}` and `{item.to}` are the same: the episode would fail",
+                path,
+                _wait(item, max(same)) if max(same) < max(turns) else _LATER,
+            )
 
 
 _LATER = "apply the rule in a state that comes after that turn alone, or add a `when` with a fact that says so"
@@ -199,13 +211,16 @@ def unpayable(ctx: CheckContext) -> Iterator[Finding]:
         moments = _moments(ctx, item)
         certain = ctx.graph.exact or item.turn == item.to
         if certain and moments and all(_same_turn(item, moment) for moment in moments):
-            fix = "name two turns"
-            yield Finding(f"a transfer from `{item.turn}` to `{item.to}` is from a turn to itself", path, fix)
+            yield Finding(
+                f"a transfer from `{item.turn}` to `{item.to}` is from a turn to itself", path, "name two turns"
+            )
         elif not _code_may_reward(ctx) and not _written(ctx, item.name):
             what = "a reward" if item.name is None else f"`{item.name}`"
-            where = (*path, "name") if item.name is not None else path
-            message = f"nothing writes {what}: the spec has no environment, user, tool or scorer, and no rule adds it"
-            yield Finding(message, where, "add an environment, user, tool or scorer that writes it, or remove the rule")
+            yield Finding(
+                f"nothing writes {what}: the spec has no environment, user, tool or scorer, and no rule adds it",
+                (*path, "name") if item.name is not None else path,
+                "add an environment, user, tool or scorer that writes it, or remove the rule",
+            )
 
 
 @rule("rewards.nothing-to-move", "warning", "a transfer from a turn that cannot hold the reward yet")
@@ -226,10 +241,11 @@ def nothing_to_move(ctx: CheckContext) -> Iterator[Finding]:
             continue
         what = "a reward" if item.name is None else f"`{item.name}`"
         places = " and ".join(sorted(writers))
-        message = (
-            f"in {item.at} the turn `{item.turn}` cannot hold {what}: it is written in {places}, for the last turn"
+        yield Finding(
+            f"in {item.at} the turn `{item.turn}` cannot hold {what}: it is written in {places}, for the last turn",
+            path,
+            "move the rule to a state after that (`at`), or name a turn that was paid",
         )
-        yield Finding(message, path, "move the rule to a state after that (`at`), or name a turn that was paid")
 
 
 def _writers(ctx: CheckContext, name: str | None) -> frozenset[str] | None:
@@ -297,13 +313,12 @@ def unknown_name(ctx: CheckContext) -> Iterator[Finding]:
         if code.other_rewards or name in names or name == REWARD or _written(ctx, name):
             continue
         if _code_may_reward(ctx) or "credit" in path:  # without any such code, `rewards.unpayable` reports a rule
-            message = (
-                f"nothing writes a reward `{name}`: no rule does, and the code of environments, users and "
-                "tools does not mention it"
-            )
             near = nearest_name(name, sorted(item for item in names if item.isidentifier()))
             yield Finding(
-                message, path, f"did you mean `{near}`?" if near else "check its name in the code that writes it"
+                f"nothing writes a reward `{name}`: no rule does, and the code of environments, users and "
+                "tools does not mention it",
+                path,
+                f"did you mean `{near}`?" if near else "check its name in the code that writes it",
             )
 
 
@@ -327,14 +342,17 @@ def credit_needs(ctx: CheckContext) -> Iterator[Finding]:
         return
     method = credit.method
     if credit.needs_values and ctx.spec.train is None:
-        message = (
-            f"`{method}` needs a critic's value before every sampled token, and a run without training has no critic"
+        yield Finding(
+            f"`{method}` needs a critic's value before every sampled token, and a run without training has no critic",
+            (*path, "method"),
+            "give values with `engine export --values`, or use a method without a critic: `turn_return`, `gigpo`",
         )
-        fix = "give values with `engine export --values`, or use a method without a critic: `turn_return`, `gigpo`"
-        yield Finding(message, (*path, "method"), fix)
     if credit.default_state is not None and credit.declared_state_key is None:
-        message = f"`{method}` has no `state_key`: two turns began in the same state only if {credit.default_state}"
-        yield Finding(message, (*path, "method"), "add `state_key`: the name of a fact, or a CEL expression")
+        yield Finding(
+            f"`{method}` has no `state_key`: two turns began in the same state only if {credit.default_state}",
+            (*path, "method"),
+            "add `state_key`: the name of a fact, or a CEL expression",
+        )
 
 
 @rule(
@@ -351,10 +369,12 @@ def credit_group(ctx: CheckContext) -> Iterator[Finding]:
         effect = "no baseline is subtracted"
     else:
         return
-    message = f"`{credit.method}` compares episodes of one task, and `rollout.samples_per_task` is 1: {effect}"
-    path: DataPath = ("rewards", "credit", "method") if written else ("train",)
-    fix = "set `rollout.samples_per_task` to 4 or more, or `rewards.credit.baseline: none`"
-    yield Finding(message, path, fix, key=not written)
+    yield Finding(
+        f"`{credit.method}` compares episodes of one task, and `rollout.samples_per_task` is 1: {effect}",
+        ("rewards", "credit", "method") if written else ("train",),
+        "set `rollout.samples_per_task` to 4 or more, or `rewards.credit.baseline: none`",
+        key=not written,
+    )
 
 
 _TURN_METHODS = "a method that uses the rewards of turns: `turn_return`, `turn_discount`, `gigpo`"
@@ -377,8 +397,9 @@ def credit_ignores(ctx: CheckContext) -> Iterator[Finding]:
             yield Finding(f"`turn: {item.turn}` has no effect: {rest}", (*path, "turn"), fix)
     scorer = ctx.spec.rewards.scorer
     if scorer is not None and scorer.turns == "each":
-        message = f"judging each turn has no effect beyond the sum of the scores: {rest}"
-        yield Finding(message, ("rewards", "scorer", "turns"), fix)
+        yield Finding(
+            f"judging each turn has no effect beyond the sum of the scores: {rest}", ("rewards", "scorer", "turns"), fix
+        )
     for path, event in _mark_events(ctx):
         if event.op == "transfer" or event.turn not in (*_NEWEST, "each"):
             yield Finding(f"the turn of this reward has no effect: {rest}", path, fix)
@@ -395,11 +416,13 @@ def turns_in_sum(ctx: CheckContext) -> Iterator[Finding]:
             continue
         text = ctx.code_text(item.entry.use)
         if text is not None and {"rewards", "RewardEvent"} & written_names(text.definition.module).texts:
-            message = (
+            yield Finding(
                 f"`{item.entry.use}` may reward single turns, and `{credit.method}` reads only the sum of the "
-                "episode's rewards"
+                "episode's rewards",
+                ("rewards", "credit"),
+                f"use {_TURN_METHODS}",
+                key=True,
             )
-            yield Finding(message, ("rewards", "credit"), f"use {_TURN_METHODS}", key=True)
             return
 
 
@@ -427,9 +450,11 @@ def outcome_drops(ctx: CheckContext) -> Iterator[Finding]:
         names = " and ".join(f"`{name}`" for name in left_out)
         verb = "reaches" if len(left_out) == 1 else "reach"
         only = " and ".join(f"`{name}`" for name in counted)
-        message = f"in the last turn only {only} counts: {names} {verb} no token there"
-        fix = "add it to `outcome`, or remove `outcome`: then all rewards of the last turn count"
-        yield Finding(message, ("rewards", "credit", "outcome"), fix)
+        yield Finding(
+            f"in the last turn only {only} counts: {names} {verb} no token there",
+            ("rewards", "credit", "outcome"),
+            "add it to `outcome`, or remove `outcome`: then all rewards of the last turn count",
+        )
 
 
 def _last_turn_rewards(ctx: CheckContext) -> Iterator[str]:
@@ -618,17 +643,28 @@ def no_effect(ctx: CheckContext) -> Iterator[Finding]:
     for key in rewards.credit.turn_keys:
         path = ("rewards", "credit", key)
         if key not in useless and ctx.written(*path) and not several_turns(ctx):
-            message = f"`{key}` has no effect: an episode has one turn of the model, and it acts between turns"
-            yield Finding(message, path, "remove it, or allow more turns", key=True)
+            yield Finding(
+                f"`{key}` has no effect: an episode has one turn of the model, and it acts between turns",
+                path,
+                "remove it, or allow more turns",
+                key=True,
+            )
     alone = ctx.spec.train is not None and ctx.spec.train.samples_episodes and ctx.spec.rollout.samples_per_task == 1
     if alone and not rewards.credit.needs_state_key and getattr(rewards.credit, "scale", "none") != "none":
-        message = "`scale` has no effect: a group of one episode (`rollout.samples_per_task`) has no standard deviation"
-        yield Finding(message, ("rewards", "credit", "scale"), "set `rollout.samples_per_task` to 4 or more")
+        yield Finding(
+            "`scale` has no effect: a group of one episode (`rollout.samples_per_task`) has no standard deviation",
+            ("rewards", "credit", "scale"),
+            "set `rollout.samples_per_task` to 4 or more",
+        )
     for index, item in enumerate(rewards.reassign):
         path = ("rewards", "reassign", index)
         if ctx.written(*path, "discount") and "each" not in (item.turn, item.to):
-            message = "`discount` has no effect: it belongs to the address `each`"
-            yield Finding(message, (*path, "discount"), "remove it, or use `turn: each`", key=True)
+            yield Finding(
+                "`discount` has no effect: it belongs to the address `each`",
+                (*path, "discount"),
+                "remove it, or use `turn: each`",
+                key=True,
+            )
         for key in ("share", "value"):
             if getattr(item, key) == 0 and item.op != "set":
                 yield Finding(f"`{key}: 0` has no effect: nothing is moved or added", (*path, key), "remove the rule")

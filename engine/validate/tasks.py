@@ -68,10 +68,17 @@ def _scan_rows(loaded: LoadedSpec) -> _Scan:
                 return _Scan(None, f"the first {MAX_ROWS:,} rows are")
             task = task_of(row, index, spec, loaded)
             if task.id in seen:
-                message = f"rows {seen[task.id]} and {row.number} share the id `{task.id}`"
-                fix = "name a field of unique values under `tasks.id`, or leave it out"
-                origin = row.origin or loaded.origin(("tasks", "id"))
-                return _Scan(Diagnostic("tasks.row", "error", message, fix, origin, ("tasks", "id")), "")
+                return _Scan(
+                    Diagnostic(
+                        "tasks.row",
+                        "error",
+                        f"rows {seen[task.id]} and {row.number} share the id `{task.id}`",
+                        "name a field of unique values under `tasks.id`, or leave it out",
+                        row.origin or loaded.origin(("tasks", "id")),
+                        ("tasks", "id"),
+                    ),
+                    "",
+                )
             seen[task.id] = row.number
     except SpecError as error:
         is_first = spec.source == "inline" or not seen
@@ -129,9 +136,11 @@ def videos(ctx: CheckContext) -> Iterator[Finding]:
         return  # `tasks.unreadable` reports it
     for name in ("video", "videos"):
         if fields.get(name):
-            message = f"the tasks have a field `{name}`, and an episode shows only text and images"
             yield Finding(
-                message, ("tasks",), "show frames as image parts, or omit the field with `tasks.map`", key=True
+                f"the tasks have a field `{name}`, and an episode shows only text and images",
+                ("tasks",),
+                "show frames as image parts, or omit the field with `tasks.map`",
+                key=True,
             )
 
 
@@ -147,8 +156,10 @@ def not_read(ctx: CheckContext) -> Iterator[Finding]:
     except (SpecError, OSError):
         return  # `tasks.unreadable` reports it
     if checked:
-        path = ("tasks", "rows" if tasks.source == "inline" else "path")
-        yield Finding(f"only {checked} checked: a later row may lack a field or share its id", path)
+        yield Finding(
+            f"only {checked} checked: a later row may lack a field or share its id",
+            ("tasks", "rows" if tasks.source == "inline" else "path"),
+        )
 
 
 def _columns(ctx: CheckContext, files: list[Path]) -> Iterator[Finding]:
@@ -177,9 +188,11 @@ def no_effect(ctx: CheckContext) -> Iterator[Finding]:
     spec = ctx.spec
     shown = spec.messages or spec.conversation or spec.opening_environment
     if spec.tasks.overlong is not None and spec.environment is not None and not shown:
-        message = "`overlong` counts no prompt: what the environment's `reset` shows is not counted"
-        fix = "write `prompt: {field: …}`, or give an environment without state `effects: pure`"
-        yield Finding(message, (*TASKS, "overlong"), fix)
+        yield Finding(
+            "`overlong` counts no prompt: what the environment's `reset` shows is not counted",
+            (*TASKS, "overlong"),
+            "write `prompt: {field: …}`, or give an environment without state `effects: pure`",
+        )
 
 
 def _of_other_sources(ctx: CheckContext, at: DataPath) -> Iterator[Finding]:
@@ -189,7 +202,10 @@ def _of_other_sources(ctx: CheckContext, at: DataPath) -> Iterator[Finding]:
         path: DataPath = ("tasks", key)
         if key not in tasks.facts.keys and ctx.written(*path):
             readers = ", ".join(f"`{source}`" for source, facts in kinds.items() if key in facts.keys)
-            message = f"`{key}` has no effect with `source: {tasks.source}`" + (
-                f": it belongs to {readers}" if readers else ""
+            yield Finding(
+                f"`{key}` has no effect with `source: {tasks.source}`"
+                + (f": it belongs to {readers}" if readers else ""),
+                (*at, key),
+                "remove it, or change `source`",
+                key=True,
             )
-            yield Finding(message, (*at, key), "remove it, or change `source`", key=True)

@@ -56,12 +56,18 @@ def tool_name(ctx: CheckContext) -> Iterator[Finding]:
     for path, tool in _tools(ctx):
         where = (*path, "name") if ctx.written(*path, "name") else (*path, "use")
         if not _NAME.fullmatch(tool.name):
-            message = f"a tool cannot be called `{tool.name}`: letters, digits, `_` and `-`, at most 64"
-            yield Finding(message, where, "give it another `name`")
+            yield Finding(
+                f"a tool cannot be called `{tool.name}`: letters, digits, `_` and `-`, at most 64",
+                where,
+                "give it another `name`",
+            )
         if tool.name in seen:
             line = ctx.loaded.origin(seen[tool.name]).line
-            message = f"two tools are called `{tool.name}`: this one, and the one in line {line}"
-            yield Finding(message, where, "give one of them another `name`")
+            yield Finding(
+                f"two tools are called `{tool.name}`: this one, and the one in line {line}",
+                where,
+                "give one of them another `name`",
+            )
         seen.setdefault(tool.name, path)
 
 
@@ -70,11 +76,17 @@ def tool_schema(ctx: CheckContext) -> Iterator[Finding]:
     """No description of the tool, or a parameter of any type at all."""
     for path, tool in _tools(ctx):
         if not tool.description:
-            message = f"the tool `{tool.name}` has no docstring: the model sees only its name"
-            yield Finding(message, (*path, "use"), "describe it in its docstring")
+            yield Finding(
+                f"the tool `{tool.name}` has no docstring: the model sees only its name",
+                (*path, "use"),
+                "describe it in its docstring",
+            )
         for name in tool.untyped:
-            message = f"the parameter `{name}` of the tool `{tool.name}` has no type"
-            yield Finding(message, (*path, "use"), "annotate it with a type")
+            yield Finding(
+                f"the parameter `{name}` of the tool `{tool.name}` has no type",
+                (*path, "use"),
+                "annotate it with a type",
+            )
 
 
 @rule("tools.docs", "warning", "a tool's docstring describes a parameter that it does not have")
@@ -83,11 +95,12 @@ def tool_docs(ctx: CheckContext) -> Iterator[Finding]:
     for path, tool in _tools(ctx):
         for name in tool.documented:
             if name not in tool.parameters:
-                message = (
+                yield Finding(
                     f"the docstring of the tool `{tool.name}` describes `{name}`, which is no parameter: the model "
-                    "does not see it"
+                    "does not see it",
+                    (*path, "use"),
+                    nearest(name, [item for item in tool.parameters if item]),
                 )
-                yield Finding(message, (*path, "use"), nearest(name, [item for item in tool.parameters if item]))
 
 
 @rule("environment.effects", "error", "an environment keeps state, and `effects` says that it keeps none")
@@ -127,10 +140,10 @@ def tools_not_called(ctx: CheckContext) -> Iterator[Finding]:
     inherits = isinstance(node, ast.ClassDef) and bool(node.bases)
     if inherits or any(isinstance(item, ast.Attribute) and item.attr == "calls" for item in ast.walk(node)):
         return
-    message = (
-        f"no state calls the tools: a reply with a tool call goes to `{steps[0]}` like any other, and "
-        "the model gets no result"
-    )
     yield Finding(
-        message, path, "write `machine: tools_and_step`, or add a state with the action `call_tools`", key=True
+        f"no state calls the tools: a reply with a tool call goes to `{steps[0]}` like any other, and "
+        "the model gets no result",
+        path,
+        "write `machine: tools_and_step`, or add a state with the action `call_tools`",
+        key=True,
     )

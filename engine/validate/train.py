@@ -48,10 +48,13 @@ def kl_credit(ctx: CheckContext) -> Iterator[Finding]:
     credit = ctx.spec.rewards.credit
     for train in _sampling(ctx):
         if train.kl.in_reward and not credit.takes_penalties:
-            message = (
-                "a function of your own gets the ledgers, which do not hold the penalties, so they would have no effect"
+            yield Finding(
+                "a function of your own gets the ledgers, which do not hold the penalties, so they would have "
+                "no effect",
+                ("train", "kl", "in"),
+                "use `in: loss`, or a credit method of the engine",
+                key=True,
             )
-            yield Finding(message, ("train", "kl", "in"), "use `in: loss`, or a credit method of the engine", key=True)
 
 
 @rule("train.backend", "error", "training needs a backend that takes new weights")
@@ -62,9 +65,11 @@ def backend(ctx: CheckContext) -> Iterator[Finding]:
         return
     if not declared.trains:
         why = "takes no new weights" if declared.exact_ids else "returns text without token ids"
-        message = f"the `{declared.kind}` backend {why}, so the model cannot be trained on its replies"
-        path: DataPath = ("backend", "kind") if ctx.written("backend", "kind") else ("backend",)
-        yield Finding(message, path, f"use {kinds_that_train()}, or remove `train`")
+        yield Finding(
+            f"the `{declared.kind}` backend {why}, so the model cannot be trained on its replies",
+            ("backend", "kind") if ctx.written("backend", "kind") else ("backend",),
+            f"use {kinds_that_train()}, or remove `train`",
+        )
     elif (lacking := missing_sync(declared.kind)) is not None:
         message, _, fix = lacking.partition(": ")
         yield Finding(message, ("backend",), fix)
@@ -76,11 +81,12 @@ def adapter(ctx: CheckContext) -> Iterator[Finding]:
     for train in _sampling(ctx):
         name = ctx.spec.backend.adapter_name
         if name is not None:
-            fix = "remove it" + (
-                ": `train.lora` trains a new adapter" if train.adapter else "; `train.lora` trains an adapter"
+            yield Finding(
+                f"replies would be sampled with the adapter `{name}`, but the trainer does not have it",
+                ("backend", "adapter"),
+                "remove it"
+                + (": `train.lora` trains a new adapter" if train.adapter else "; `train.lora` trains an adapter"),
             )
-            message = f"replies would be sampled with the adapter `{name}`, but the trainer does not have it"
-            yield Finding(message, ("backend", "adapter"), fix)
 
 
 @rule("train.greedy", "error", "the model would be trained on greedy replies")
@@ -88,8 +94,11 @@ def greedy(ctx: CheckContext) -> Iterator[Finding]:
     """At temperature 0 all episodes of a task are the same."""
     for _ in _sampling(ctx):
         if ctx.spec.sampling.temperature == 0:
-            message = "at temperature 0 every reply to a prompt is the same, so there is nothing to compare"
-            yield Finding(message, ("sampling", "temperature"), "set it to 1.0; `train.eval.sampling` can be greedy")
+            yield Finding(
+                "at temperature 0 every reply to a prompt is the same, so there is nothing to compare",
+                ("sampling", "temperature"),
+                "set it to 1.0; `train.eval.sampling` can be greedy",
+            )
 
 
 @rule("train.cut-sampling", "warning", "tokens are sampled from a smaller set than the log-probs cover")
@@ -98,8 +107,11 @@ def cut_sampling(ctx: CheckContext) -> Iterator[Finding]:
     for _ in _sampling(ctx):
         for key in cuts_distribution(ctx.spec.sampling):
             value = getattr(ctx.spec.sampling, key)
-            message = f"`{key}: {value}` excludes tokens that the log-probs include, so gradients are biased"
-            yield Finding(message, ("sampling", key), "remove it; `train.eval.sampling` can have it")
+            yield Finding(
+                f"`{key}: {value}` excludes tokens that the log-probs include, so gradients are biased",
+                ("sampling", key),
+                "remove it; `train.eval.sampling` can have it",
+            )
 
 
 @rule("train.shifted-sampling", "error", "the trainer cannot recompute the log-probs of sampled tokens")
@@ -109,8 +121,11 @@ def shifted_sampling(ctx: CheckContext) -> Iterator[Finding]:
         sampling = ctx.spec.sampling
         shifts = [key for key in changes_distribution(sampling) if key != "temperature"]
         for key in (*shifts, *(key for key in _GRAMMARS if getattr(sampling, key) is not None)):
-            message = f"`{key}` changes the probabilities of sampled tokens, and the trainer cannot recompute that"
-            yield Finding(message, ("sampling", key), "remove it; `train.eval.sampling` can have it")
+            yield Finding(
+                f"`{key}` changes the probabilities of sampled tokens, and the trainer cannot recompute that",
+                ("sampling", key),
+                "remove it; `train.eval.sampling` can have it",
+            )
 
 
 @rule("train.nothing-to-learn", "error", "every advantage would be 0")
@@ -126,11 +141,13 @@ def nothing_to_learn(ctx: CheckContext) -> Iterator[Finding]:
             or (moved and not train.dynamic_sampling)
         ):
             continue
-        message = f"`{credit.method}` subtracts the mean of the group, and a group is one episode: every advantage is 0"
         written = ctx.written("rollout", "samples_per_task")
-        path: DataPath = ("rollout", "samples_per_task") if written else ("train",)
-        fix = "set `rollout.samples_per_task` to 4 or more, or `rewards.credit.baseline: none`"
-        yield Finding(message, path, fix, key=not written)
+        yield Finding(
+            f"`{credit.method}` subtracts the mean of the group, and a group is one episode: every advantage is 0",
+            ("rollout", "samples_per_task") if written else ("train",),
+            "set `rollout.samples_per_task` to 4 or more, or `rewards.credit.baseline: none`",
+            key=not written,
+        )
 
 
 @rule("train.random-weights", "warning", "a model with random weights would be trained on its own replies")
@@ -139,9 +156,11 @@ def random_weights(ctx: CheckContext) -> Iterator[Finding]:
     for _ in _sampling(ctx):
         entry = named_models().get(ctx.spec.model.path)
         if isinstance(entry, MadeEntry):
-            message = f"`{entry.name}` has random weights: its replies are noise, and seldom earn rewards that differ"
-            fix = f"teach it the format first: `{entry.teach}`, then add `--set model.path={entry.taught}`"
-            yield Finding(message, ("model", "path"), fix)
+            yield Finding(
+                f"`{entry.name}` has random weights: its replies are noise, and seldom earn rewards that differ",
+                ("model", "path"),
+                f"teach it the format first: `{entry.teach}`, then add `--set model.path={entry.taught}`",
+            )
 
 
 @rule("train.min-group", "error", "no group would be large enough to train on")
@@ -150,8 +169,12 @@ def min_group(ctx: CheckContext) -> Iterator[Finding]:
     for train in _sampling(ctx):
         samples = ctx.spec.rollout.samples_per_task
         if train.min_group is not None and train.min_group > samples:
-            message = f"a group has {samples} episodes (`rollout.samples_per_task`), so every group is left out"
-            yield Finding(message, ("train", "min_group"), f"set it to {samples} or less", key=True)
+            yield Finding(
+                f"a group has {samples} episodes (`rollout.samples_per_task`), so every group is left out",
+                ("train", "min_group"),
+                f"set it to {samples} or less",
+                key=True,
+            )
 
 
 @rule("train.precision", "warning", "a GPU computes in float32, which is slow")
@@ -169,9 +192,10 @@ def half_precision(ctx: CheckContext) -> Iterator[Finding]:
     for train in _sampling(ctx):
         dtype = ctx.spec.backend.half_precision
         if dtype is not None and train.rollout_correction.kind == "none":
-            message = f"with `dtype: {dtype}` the sampler's log-probs differ by up to 0.5 from the trainer's"
             yield Finding(
-                message, ("backend", "dtype"), "set `dtype: float32`, or `train.rollout_correction: {kind: truncate}`"
+                f"with `dtype: {dtype}` the sampler's log-probs differ by up to 0.5 from the trainer's",
+                ("backend", "dtype"),
+                "set `dtype: float32`, or `train.rollout_correction: {kind: truncate}`",
             )
 
 
@@ -184,9 +208,12 @@ def freeze(ctx: CheckContext) -> Iterator[Finding]:
                 re.compile(pattern)
             except (re.error, OverflowError, RecursionError) as error:
                 offset = getattr(error, "pos", None)
-                message = f"not a regular expression: {getattr(error, 'msg', error)}"
-                fix = "a dot matches any character, `\\.` matches a dot: `embed_tokens`, `layers\\.[0-3]\\.`"
-                yield Finding(message, ("train", "freeze", index), fix, offset=offset)
+                yield Finding(
+                    f"not a regular expression: {getattr(error, 'msg', error)}",
+                    ("train", "freeze", index),
+                    "a dot matches any character, `\\.` matches a dot: `embed_tokens`, `layers\\.[0-3]\\.`",
+                    offset=offset,
+                )
 
 
 @rule("train.overlong", "warning", "every reply of the model has the penalty for long replies")
@@ -195,11 +222,12 @@ def overlong(ctx: CheckContext) -> Iterator[Finding]:
     most = ctx.spec.limits.turn_tokens
     for train in _sampling(ctx):
         if isinstance(train.overlong, OverlongPenalty) and train.overlong.margin >= most:
-            message = (
+            yield Finding(
                 f"replies are penalized in the last {train.overlong.margin} tokens before the limit, which is "
-                f"{most}: all of them are"
+                f"{most}: all of them are",
+                ("train", "overlong", "margin"),
+                "set it to a part of `limits.turn_tokens`",
             )
-            yield Finding(message, ("train", "overlong", "margin"), "set it to a part of `limits.turn_tokens`")
 
 
 @rule("train.published-steps", "warning", "the training has another length than the published settings that it extends")
@@ -229,11 +257,12 @@ def _of_another_length(
     if not changed:
         return
     path: DataPath = ("train", next((key for key in ("epochs", *changed) if ctx.written("train", key)), "steps"))
-    message = (
-        f"`{name}` trains for {_length(settings)}, and this spec for {_length(changed_to)}: results are not comparable"
+    yield Finding(
+        f"`{name}` trains for {_length(settings)}, and this spec for {_length(changed_to)}: results are not comparable",
+        path,
+        f"leave out `train.{path[-1]}` to reproduce the published training, or keep it for another length",
+        key=True,
     )
-    fix = f"leave out `train.{path[-1]}` to reproduce the published training, or keep it for another length"
-    yield Finding(message, path, fix, key=True)
 
 
 def _published(ctx: CheckContext) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -411,12 +440,12 @@ def kl_estimator(ctx: CheckContext) -> Iterator[Finding]:
     """`train.kl.estimator: k1` with a coefficient."""
     for train in _sampling(ctx):
         if train.kl.in_loss and train.kl.estimator == "k1":
-            message = (
+            yield Finding(
                 "the expected gradient of `k1` is 0: in the loss it adds noise and does not keep the policy "
-                "near the reference"
+                "near the reference",
+                ("train", "kl", "estimator"),
+                "use `k2` or `k3`, or `in: reward`; `k1` estimates the value of the KL divergence",
             )
-            fix = "use `k2` or `k3`, or `in: reward`; `k1` estimates the value of the KL divergence"
-            yield Finding(message, ("train", "kl", "estimator"), fix)
 
 
 @rule("train.delta", "warning", "`train.loss.delta` is below the upper clip bound")
@@ -425,8 +454,9 @@ def delta(ctx: CheckContext) -> Iterator[Finding]:
     for train in _sampling(ctx):
         loss = train.loss
         if isinstance(loss, ClippedLoss) and loss.delta is not None and loss.delta < (bound := 1 + loss.clip_high):
-            message = (
+            yield Finding(
                 f"`delta: {loss.delta:g}` is below `1 + clip_high` = {bound:g}: negative advantages are cut earlier "
-                "than positive ones, inside of the range that the clip allows"
+                "than positive ones, inside of the range that the clip allows",
+                ("train", "loss", "delta"),
+                f"set it above {bound:g}, such as 4.0, or remove it",
             )
-            yield Finding(message, ("train", "loss", "delta"), f"set it above {bound:g}, such as 4.0, or remove it")

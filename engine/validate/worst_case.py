@@ -285,8 +285,16 @@ def over_budget(loaded: LoadedSpec, worst: WorstCase, budget: Mapping[str, float
             message = f"the run's {name} are not bounded: {bound.by}; the budget is {most:,.0f}"
         else:
             message = f"the run may cost {bound.most:,.0f} {name} ({bound.by}); the budget is {most:,.0f}"
-        fix = "lower the limit, the tasks (`tasks.limit`) or `rollout.samples_per_task`"
-        diagnostics.append(Diagnostic(OVER_BUDGET, "error", message, fix, loaded.origin(path), path))
+        diagnostics.append(
+            Diagnostic(
+                OVER_BUDGET,
+                "error",
+                message,
+                "lower the limit, the tasks (`tasks.limit`) or `rollout.samples_per_task`",
+                loaded.origin(path),
+                path,
+            )
+        )
     return diagnostics
 
 

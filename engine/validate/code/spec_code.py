@@ -62,8 +62,11 @@ def given(ctx: CheckContext) -> Iterator[Finding]:
         name = use.partition(":")[2]
         fix = f"put it into a module beside the spec and write `module:{name}`"
         if not any(gone(use)) and use in ctx.isolated:
-            message = f"`{name}` belongs to the program that gave it, and worker processes cannot import it"
-            yield Finding(message, path, f"{fix}, or write `isolation: {{mode: thread}}`")
+            yield Finding(
+                f"`{name}` belongs to the program that gave it, and worker processes cannot import it",
+                path,
+                f"{fix}, or write `isolation: {{mode: thread}}`",
+            )
         for problem in gone(use):
             yield Finding(problem.partition("; ")[0], path, fix)
 
@@ -145,9 +148,10 @@ def _built(ctx: CheckContext, item: NamedEntry, thing: CodeFacts) -> Iterator[Fi
     method = thing.method(name)
     if method == "missing":
         article = "an" if item.role == "environment" else "a"
-        fix = f"add `def {name}({', '.join(['self', *arguments])})`"
         yield Finding(
-            f"`{item.entry.use}` has no method `{name}`, so it is not {article} {item.role}", (*item.path, "use"), fix
+            f"`{item.entry.use}` has no method `{name}`, so it is not {article} {item.role}",
+            (*item.path, "use"),
+            f"add `def {name}({', '.join(['self', *arguments])})`",
         )
     elif method == "unknown":
         ctx.skip()
@@ -170,8 +174,11 @@ def _methods(item: NamedEntry, thing: CodeFacts, methods: Mapping[str, tuple[str
         method = thing.method(name)
         problem = _binding(method.signature, arguments, {}) if isinstance(method, Method) else None
         if problem:
-            fix = f"it is called as `{name}({', '.join(arguments)})`"
-            yield Finding(f"`{item.entry.use}.{name}` cannot be called: {problem}", (*item.path, "use"), fix)
+            yield Finding(
+                f"`{item.entry.use}.{name}` cannot be called: {problem}",
+                (*item.path, "use"),
+                f"it is called as `{name}({', '.join(arguments)})`",
+            )
 
 
 def _tool(ctx: CheckContext, item: NamedEntry, thing: CodeFacts) -> Iterator[Finding]:
@@ -181,8 +188,11 @@ def _tool(ctx: CheckContext, item: NamedEntry, thing: CodeFacts) -> Iterator[Fin
         yield from call_problems(ctx, thing, call_of(item))
         call = thing.method("__call__")
         if call == "missing":
-            fix = "add `def __call__(self, …)` with typed parameters"
-            yield Finding(f"objects of `{item.entry.use}` cannot be called, so it is not a tool", use, fix)
+            yield Finding(
+                f"objects of `{item.entry.use}` cannot be called, so it is not a tool",
+                use,
+                "add `def __call__(self, …)` with typed parameters",
+            )
         elif call == "unknown":
             ctx.skip()
         elif (problem := thing.tool_problem(getattr(item.entry, "name", None))) is not None:
@@ -197,11 +207,10 @@ def _tool(ctx: CheckContext, item: NamedEntry, thing: CodeFacts) -> Iterator[Fin
         yield Finding(f"`{item.entry.use}` is {thing.what}, not a function", use, "use a typed function or a class")
         return
     if item.entry.with_:
-        fix = "make it a class that takes them and has `__call__`, or remove `with`"
         yield Finding(
             f"`{item.entry.use}` is a function: it takes its arguments from the model, not from `with`",
             (*item.path, "with"),
-            fix,
+            "make it a class that takes them and has `__call__`, or remove `with`",
             key=True,
         )
     problem = thing.tool_problem(getattr(item.entry, "name", None))
@@ -220,15 +229,19 @@ def _added(ctx: CheckContext, item: NamedEntry, added: AddedCode, thing: CodeFac
     call = call_of(item, *added.takes)
     yield from _function(ctx, thing, replace(call, with_={**dict.fromkeys(added.keywords), **call.with_}))
     if added.awaited and thing.kind == "function" and thing.awaited is False:
-        message = f"`{item.entry.use}` is not a coroutine function, so it cannot be cancelled at a limit"
-        yield Finding(message, (*item.path, "use"), added.awaited)
+        yield Finding(
+            f"`{item.entry.use}` is not a coroutine function, so it cannot be cancelled at a limit",
+            (*item.path, "use"),
+            added.awaited,
+        )
 
 
 def _function(ctx: CheckContext, thing: CodeFacts, call: Called) -> Iterator[Finding]:
     if thing.kind == "class" and not call.may_be_class:
         takes = f"the {call.arguments[0]}" if call.arguments else ", ".join(call.with_)
-        fix = f"name a function that takes {takes}"
-        yield Finding(f"`{call.use}` is a class, and a function is called here", call.path, fix)
+        yield Finding(
+            f"`{call.use}` is a class, and a function is called here", call.path, f"name a function that takes {takes}"
+        )
     else:
         yield from call_problems(ctx, thing, call)
 
@@ -251,8 +264,11 @@ def action_protocol(ctx: CheckContext) -> Iterator[Finding]:
             continue
         yield from _function(ctx, thing, call)
         if thing.kind != "unknown" and thing.events() == "missing":
-            fix = 'decorate it: `from engine.schemas.environment import action`, then `@action("done")`'
-            yield Finding(f"`{call.use}` declares no events", call.path, fix)
+            yield Finding(
+                f"`{call.use}` declares no events",
+                call.path,
+                'decorate it: `from engine.schemas.environment import action`, then `@action("done")`',
+            )
     for name, state in ctx.states.items():
         facts = ACTIONS.get(str(state.action))
         if facts is not None and facts.events is None:
@@ -284,11 +300,15 @@ def _step(ctx: CheckContext, path: DataPath) -> Iterator[Finding]:
     if thing is None:
         return
     if thing.kind == "class" and thing.method("step") == "missing":
-        fix = "add `def step(self, view) -> Step`"
-        yield Finding(f"the action `step` asks `{use}`, which has no method `step`", path, fix)
+        yield Finding(
+            f"the action `step` asks `{use}`, which has no method `step`", path, "add `def step(self, view) -> Step`"
+        )
     if thing.events() == "missing":
-        fix = 'give it `events = ("done",)`: what its steps may answer'
-        yield Finding(f"`{use}` declares no events for the action `step`", path, fix)
+        yield Finding(
+            f"`{use}` declares no events for the action `step`",
+            path,
+            'give it `events = ("done",)`: what its steps may answer',
+        )
 
 
 @rule("user.missing", "error", "a state asks the user, and the spec has none")
@@ -296,8 +316,12 @@ def no_user(ctx: CheckContext) -> Iterator[Finding]:
     """A reachable state with the action `ask_user`."""
     if not ctx.users:
         for name in ctx.performing("ask_user"):
-            fix = "add `user: {use: …}`, or use a machine without one (`machine: tools` or `single_turn`)"
-            yield Finding(f"`{name}` asks the user, and the spec has none", ctx.state_path(name), fix, key=True)
+            yield Finding(
+                f"`{name}` asks the user, and the spec has none",
+                ctx.state_path(name),
+                "add `user: {use: …}`, or use a machine without one (`machine: tools` or `single_turn`)",
+                key=True,
+            )
 
 
 @rule("tools.missing", "warning", "a state calls tools, and the spec has none")
@@ -306,8 +330,12 @@ def no_tools(ctx: CheckContext) -> Iterator[Finding]:
     if ctx.spec.tools or added_tools(ctx.spec) or environment_tools(ctx) is not False:
         return
     for name in ctx.performing("call_tools"):
-        fix = "add `tools: [{use: …}]`, or use a machine without them (`machine: retry_with_feedback` or `single_turn`)"
-        yield Finding(f"`{name}` calls tools, and the spec has none", ctx.state_path(name), fix, key=True)
+        yield Finding(
+            f"`{name}` calls tools, and the spec has none",
+            ctx.state_path(name),
+            "add `tools: [{use: …}]`, or use a machine without them (`machine: retry_with_feedback` or `single_turn`)",
+            key=True,
+        )
 
 
 def call_problems(ctx: CheckContext, thing: CodeFacts, call: Called) -> Iterator[Finding]:
@@ -338,8 +366,9 @@ def call_problems(ctx: CheckContext, thing: CodeFacts, call: Called) -> Iterator
         yield Finding(f"`{use}` needs the argument `{name}`", call.path, f"add `with: {{{name}: …}}`")
     problem = None if missing or misspelled - {None} else _binding(signature, arguments, with_)
     if problem:
-        fix = f"it is called with ({', '.join([*arguments, *with_])})"
-        yield Finding(f"`{use}` cannot be called: {problem}", call.path, fix)
+        yield Finding(
+            f"`{use}` cannot be called: {problem}", call.path, f"it is called with ({', '.join([*arguments, *with_])})"
+        )
 
 
 def _missing(signature: inspect.Signature, given: int, with_: Mapping[str, Any]) -> list[str]:

@@ -209,15 +209,22 @@ def _built(item: NamedEntry, target: Any, with_: Mapping[str, Any], seconds: flo
             thing = asyncio.run(build()) if waits(target) else target(**with_)
     except (Exception, SystemExit) as error:  # noqa: BLE001  (whatever code of a spec raises)
         where = raised_at(error).removeprefix(" at ")
-        fix = f"raised in {where}" if where else None
-        yield Finding(f"`{use}` cannot be built: {words_of(error)[:MAX_WORDS]}", path, fix, key=True)
+        yield Finding(
+            f"`{use}` cannot be built: {words_of(error)[:MAX_WORDS]}",
+            path,
+            f"raised in {where}" if where else None,
+            key=True,
+        )
         return
     try:
         name, arguments = METHODS.get(item.role, ("__call__", ()))
         if not callable(getattr(thing, name, None)):
             kind = type(thing).__name__
-            fix = f"give it a method `{name}({', '.join(arguments)})`"
-            yield Finding(f"`{use}` builds a `{kind}`, which has no method `{name}`", (*item.path, "use"), fix)
+            yield Finding(
+                f"`{use}` builds a `{kind}`, which has no method `{name}`",
+                (*item.path, "use"),
+                f"give it a method `{name}({', '.join(arguments)})`",
+            )
     finally:
         _close(thing)
 
