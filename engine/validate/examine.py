@@ -100,21 +100,21 @@ def find_specs(named: Sequence[Path], allowed: Sequence[Path] = ()) -> Iterator[
                 yield file
 
 
-def _under(folder: Path, allowed: Sequence[Path]) -> list[Path]:
-    specs = []
-    for file in (*folder.rglob("*.yaml"), *folder.rglob("*.yml")):
-        hidden = any(part.startswith(".") for part in file.relative_to(folder).parts)
-        if file.is_file() and not hidden and _looks_like_spec(file, allowed):
-            specs.append(file)
-    return sorted(specs)
+def _under(folder: Path, allowed: Sequence[Path]) -> Iterator[Path]:
+    for file in sorted((*folder.rglob("*.yaml"), *folder.rglob("*.yml"))):
+        if file.is_file() and not any(part.startswith(".") for part in file.relative_to(folder).parts):
+            text = _text(file, Access.for_spec(file, allowed))
+            if text is None or _SPEC_KEY.search(text):
+                yield file
 
 
-def _looks_like_spec(file: Path, allowed: Sequence[Path]) -> bool:
+def _text(file: Path, access: Access) -> str | None:
+    """The text of a file; None if it cannot be read: reading it as a spec reports the reason."""
     try:
-        data = Access.for_spec(file, allowed).read(file, MAX_BYTES)
+        data = access.read(file, MAX_BYTES)
     except (OSError, ValueError):
-        return True  # reading it reports the reason
-    return data is None or _SPEC_KEY.search(data.decode("utf-8-sig", "replace")) is not None
+        return None
+    return None if data is None else data.decode("utf-8-sig", "replace")
 
 
 def examine(
@@ -144,15 +144,21 @@ def examine(
     if path.stem.endswith(SCENARIOS) and (unplayed := list(_unplayed(path))):
         return Report(str(path), unplayed, kind="scenarios")
     if _holds_replies(path, access):
-        return _report(Report(str(path), _in_replies(path, access), kind="replies"), {}, access)
+        from engine.backends.scripted import read_script
+
+        try:
+            read_script(path, access)
+        except SpecError as error:
+            return _report(Report(str(path), list(error.diagnostics), kind="replies"), {}, access)
+        return Report(str(path), [], kind="replies")
     loaded, problems = read_spec(path, options.overrides, access)
     if loaded is None:
-        unreadable = any(item.rule in UNREADABLE for item in problems)
-        return _report(Report(str(path), problems, unreadable), {}, access)
+        report = Report(str(path), problems, unreadable=any(item.rule in UNREADABLE for item in problems))
+        return _report(report, {}, access)
     report = examine_spec(loaded, options, doing)
     sources = {mask(file, loaded.variables): text for file, text in loaded.sources.items()}
-    everything = [*problems, *report.diagnostics, *_unplayed(path)]
-    return _report(replace(report, file=str(path), diagnostics=everything), sources, access)
+    report = replace(report, file=str(path), diagnostics=[*problems, *report.diagnostics, *_unplayed(path)])
+    return _report(report, sources, access)
 
 
 def examine_spec(loaded: LoadedSpec, options: Options, doing: Callable[[str], None] | None = None) -> Report:
@@ -173,23 +179,8 @@ def examine_spec(loaded: LoadedSpec, options: Options, doing: Callable[[str], No
 
 def _holds_replies(path: Path, access: Access) -> bool:
     """Whether a file holds replies of the scripted backend: a list, or a mapping with a key that only they have."""
-    try:
-        data = access.read(path, MAX_BYTES) if path.is_file() else None
-    except (OSError, ValueError):
-        return False  # reading it as a spec reports the reason
-    text = (data or b"").decode("utf-8-sig", "replace")
+    text = (_text(path, access) if path.is_file() else None) or ""
     return bool(_REPLIES.search(text)) and not _SPEC.search(text)
-
-
-def _in_replies(path: Path, access: Access) -> list[Diagnostic]:
-    """The findings in a file of replies."""
-    from engine.backends.scripted import read_script
-
-    try:
-        read_script(path, access)
-    except SpecError as error:
-        return list(error.diagnostics)
-    return []
 
 
 def _unplayed(path: Path) -> Iterator[Diagnostic]:
@@ -240,30 +231,21 @@ class _Examiner:
     def examine(self, path: Path) -> Report:
         """Check one spec."""
         ends = time.monotonic() + self.options.seconds
-        report = self._without_code(path)
-        if not self.options.imports or report.unreadable or any(item.rule == STOPPED for item in report.diagnostics):
-            return report
-        return self._with_code(path, report, ends - time.monotonic())
-
-    def _without_code(self, path: Path) -> Report:
+        request = str(path).encode("utf-8", "surrogateescape")
         if self._child is None:
-            without = replace(self.options, imports=False)
-            self._child = _child(without, MEMORY)
+            self._child = _child(replace(self.options, imports=False), MEMORY)
         try:
-            return unpack(
-                str(path), self._child.ask(str(path).encode("utf-8", "surrogateescape"), self.options.seconds)
-            )
+            static = unpack(str(path), self._child.ask(request, self.options.seconds))
         except ChildError as error:
             self.close()
             return _failed(
                 path, STOPPED, f"this spec could not be checked completely: {error}", "make it smaller or simpler"
             )
-
-    def _with_code(self, path: Path, static: Report, seconds: float) -> Report:
+        if not self.options.imports or static.unreadable or any(item.rule == STOPPED for item in static.diagnostics):
+            return static
         child = _child(self.options, CODE_MEMORY)
         try:
-            reply = child.ask(str(path).encode("utf-8", "surrogateescape"), max(seconds, 0.1))
-            return _both(static, unpack(str(path), reply))
+            return _both(static, unpack(str(path), child.ask(request, max(ends - time.monotonic(), 0.1))))
         except (ChildError, ValueError) as error:
             fix = "a module must be imported without ending the process, and within the time and memory limits"
             failed = _failed(path, FAILED, f"the checks that import its code have no result: {error}", fix)

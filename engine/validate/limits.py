@@ -32,13 +32,13 @@ def _late(ctx: CheckContext) -> Iterator[Finding]:
     episode_seconds = ctx.spec.limits.episode_seconds
     if episode_seconds is None:
         return
+    environment = [] if ctx.spec.environment is None else [ctx.spec.environment]
     named: list[tuple[DataPath, float | None, str]] = [
-        (("limits", "tool_seconds"), ctx.spec.limits.tool_seconds, "one tool call")
+        (("limits", "tool_seconds"), ctx.spec.limits.tool_seconds, "one tool call"),
+        *((("tools", index, "timeout"), tool.timeout, "this tool") for index, tool in enumerate(ctx.spec.tools)),
+        *(((*path, "timeout"), user.timeout, "one answer of the user") for path, user in ctx.users),
+        *((("environment", "timeout"), item.timeout, "one call of the environment") for item in environment),
     ]
-    named += [(("tools", index, "timeout"), tool.timeout, "this tool") for index, tool in enumerate(ctx.spec.tools)]
-    named += [((*path, "timeout"), user.timeout, "one answer of the user") for path, user in ctx.users]
-    if ctx.spec.environment is not None:
-        named.append((("environment", "timeout"), ctx.spec.environment.timeout, "one call of the environment"))
     for path, seconds, what in named:
         if seconds is not None and seconds > episode_seconds and ctx.written(*path):
             yield Finding(
@@ -85,8 +85,8 @@ def never_binds(ctx: CheckContext) -> Iterator[Finding]:
             ("limits", "turn_tokens"),
             "remove one of the two",
         )
-    all_timed = bool(ctx.spec.tools) and all(tool.timeout is not None for tool in ctx.spec.tools)
-    if all_timed and ctx.written("limits", "tool_seconds") and ctx.spec.environment is None:
+    timed = [tool.timeout is not None for tool in ctx.spec.tools]
+    if timed and all(timed) and ctx.written("limits", "tool_seconds") and ctx.spec.environment is None:
         yield Finding(
             "`limits.tool_seconds` is never reached: every tool has a `timeout` of its own",
             ("limits", "tool_seconds"),
@@ -99,8 +99,8 @@ def no_deadline(ctx: CheckContext) -> Iterator[Finding]:
     """A slow one delays its episode for that long; set the deadline explicitly."""
     spec = ctx.spec
     if not ctx.written("limits", "tool_seconds"):
-        for index in range(len(spec.tools)):
-            if spec.tools[index].timeout is None:
+        for index, tool in enumerate(spec.tools):
+            if tool.timeout is None:
                 yield Finding(
                     "this tool has no `timeout`: `limits.tool_seconds` holds, by default "
                     f"{spec.limits.tool_seconds:g} s",

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, Literal
+
+import msgspec
 
 from engine.spec.access import Access
-from engine.spec.text.diagnostic import SET_FILE, Diagnostic, Origin, Severity
-
-if TYPE_CHECKING:
-    from engine.validate.worst_case import Bound, WorstCase
+from engine.spec.text.diagnostic import SET_FILE, Diagnostic
+from engine.spec.text.tree import split_lines
+from engine.validate.worst_case import WorstCase
 
 VALID, INVALID, UNREADABLE = 0, 1, 2
 WIDEST = 400
@@ -36,10 +37,6 @@ class Excerpt:
     """The line number; empty for an override."""
 
 
-KINDS = ("spec", "scenarios", "replies")
-"""What a file may hold."""
-
-
 @dataclass(frozen=True)
 class Report:
     """The findings in one spec."""
@@ -51,8 +48,8 @@ class Report:
     """The source line of each finding, if it can be read."""
     worst: WorstCase | None = None
     """The worst case; None if the machine has errors, or if it was not requested."""
-    kind: str = "spec"
-    """What the file holds, one of `KINDS`."""
+    kind: Literal["spec", "scenarios", "replies"] = "spec"
+    """What the file holds."""
     skipped: list[str] = field(default_factory=list)
     """Rules that skipped something because code is not imported."""
 
@@ -113,8 +110,6 @@ def _excerpt_at(line: str, column: int, number: str) -> Excerpt | None:
 
 
 def _lines_of(file: str, sources: Mapping[str, str], access: Access) -> list[str]:
-    from engine.spec.text.tree import split_lines
-
     text = sources.get(file)
     if text is None:
         try:
@@ -130,8 +125,7 @@ def _lines_of(file: str, sources: Mapping[str, str], access: Access) -> list[str
 
 def pack(report: Report) -> bytes:
     """A report as JSON, for `unpack`."""
-    excerpts = [item and [item.text, item.column, item.number] for item in report.excerpts]
-    return json.dumps(report.plain() | {"excerpts": excerpts, "kind": report.kind}).encode()
+    return json.dumps(msgspec.to_builtins(report)).encode()
 
 
 def unpack(file: str, data: bytes) -> Report:
@@ -145,67 +139,18 @@ def unpack(file: str, data: bytes) -> Report:
         ValueError: the data is not a report.
     """
     try:
-        plain = json.loads(data)
-        worst = plain["worst_case"]
-        return Report(
-            file,
-            [_diagnostic(item) for item in plain["diagnostics"]],
-            not plain["readable"],
-            [None if item is None else Excerpt(str(item[0]), int(item[1]), str(item[2])) for item in plain["excerpts"]],
-            None if worst is None else _cost_of(worst),
-            plain["kind"] if plain["kind"] in KINDS else "spec",
-            [str(item) for item in plain["skipped"]],
-        )
-    except (KeyError, TypeError, IndexError, AttributeError, RecursionError, OverflowError) as error:
+        return replace(msgspec.convert(json.loads(data), Report), file=file)
+    except (msgspec.ValidationError, RecursionError) as error:
         raise ValueError(f"no report: {error}") from error
-
-
-def _diagnostic(plain: Mapping[str, Any]) -> Diagnostic:
-    severity = plain["severity"]
-    if severity not in get_args(Severity):
-        raise ValueError("no severity")
-    origin = None
-    if plain["file"] is not None:
-        origin = Origin(str(plain["file"]), int(plain["line"]), int(plain["column"]), str(plain["via"]))
-    return Diagnostic(
-        str(plain["rule"]),
-        severity,
-        str(plain["message"]),
-        None if plain["fix"] is None else str(plain["fix"]),
-        origin,
-        tuple(key if isinstance(key, int) else str(key) for key in plain["path"]),
-    )
-
-
-def _cost_of(plain: Mapping[str, Any]) -> WorstCase:
-    from engine.validate.worst_case import Bound, WorstCase
-
-    def bounds(given: Mapping[str, Any]) -> dict[str, Bound]:
-        return {str(name): Bound(_most(item["most"]), str(item["by"])) for name, item in given.items()}
-
-    def _most(value: Any) -> float | None:
-        if value is not None and not isinstance(value, int | float):
-            raise ValueError("no number")
-        return value
-
-    tasks, episodes = (None if plain[key] is None else int(plain[key]) for key in ("tasks", "episodes"))
-    return WorstCase(bounds(plain["episode"]), bounds(plain["run"]), tasks, episodes, bool(plain["exact"]))
 
 
 # ---- as JSON values
 
 
 def _plain_cost(worst: WorstCase) -> dict[str, Any]:
-    def plain(bounds: Mapping[str, Bound]) -> dict[str, Any]:
-        return {name: {"most": bound.most, "by": bound.by} for name, bound in bounds.items()}
-
-    return {
-        "tasks": worst.tasks,
-        "episodes": worst.episodes,
-        "exact": worst.exact,
-        "episode": plain(worst.episode),
-        "run": plain(worst.run),
-    }
+    parts = {"episode": worst.episode, "run": worst.run}
+    plain = {part: {name: bound._asdict() for name, bound in bounds.items()} for part, bounds in parts.items()}
+    return asdict(worst) | plain
 
 
 def _plain(item: Diagnostic) -> dict[str, Any]:

@@ -18,7 +18,6 @@ from engine.actions.action_facts import NO_CALLS
 from engine.actions.facts import ACTIONS, seconds_of
 from engine.errors import EngineError
 from engine.limits import COUNTERS, EPISODE_SECONDS, LIMITS
-from engine.schemas.episode import EpisodeSpec
 from engine.schemas.limits import UNBOUNDED
 from engine.spec.load import LoadedSpec
 from engine.spec.text.diagnostic import DataPath, Diagnostic
@@ -40,7 +39,7 @@ MACHINE = "machine"
 class Bound(NamedTuple):
     """An upper bound, and what sets it."""
 
-    most: float | None
+    most: int | float | None
     """None if there is no bound."""
     by: str
     """A key of the spec, such as `limits.assistant_turns`, or `machine`; for what is not bounded, why."""
@@ -56,31 +55,36 @@ class Bound(NamedTuple):
 class WorstCase:
     """The maximum cost of a spec."""
 
-    episode: Mapping[str, Bound]
-    """Of one episode: the counters, tokens, branches, images, seconds."""
-    run: Mapping[str, Bound]
-    """Of the whole run: the same, for what adds up."""
     tasks: int | None
     """The number of tasks; None if it is not known."""
     episodes: int | None
     """Tasks times samples."""
     exact: bool
     """Whether the graph is exact; otherwise the worst case of a counter is its own limit."""
+    episode: Mapping[str, Bound]
+    """Of one episode: the counters, tokens, branches, images, seconds."""
+    run: Mapping[str, Bound]
+    """Of the whole run: the same, for what adds up."""
 
 
 def worst_case(ctx: CheckContext) -> WorstCase:
     """Return the worst case of a spec whose machine has no errors."""
-    graph = ctx.graph
-    episode = {name: _count(ctx, graph, index) for index, name in enumerate(COUNTS)}
-    episode |= _tokens(ctx, episode[COUNTS[TURNS]])
-    episode["branches"] = episode[COUNTS[TURNS]]  # at most one new branch per turn
-    episode["images"] = _images(ctx)
-    episode["seconds"] = _seconds(ctx, graph)
+    rollout = ctx.spec.rollout
+    episode = {name: count_bound(ctx, name) for name in COUNTS}
+    turns = episode[COUNTS[TURNS]]
+    episode |= {
+        "sampled_tokens": _sampled_tokens(ctx, turns),
+        "context_tokens": context_bound(ctx),
+        "branches": turns,  # at most one new branch per turn
+        "images": _images(ctx),
+        "seconds": _seconds(ctx),
+    }
     tasks = ctx.task_count()
-    episodes = None if tasks is None else tasks * ctx.spec.rollout.samples_per_task
+    episodes = None if tasks is None else tasks * rollout.samples_per_task
     run = {name: episode[name].times(episodes) for name in COSTS.values()}
-    run["seconds"] = _run_seconds(ctx.spec, episode["seconds"], episodes)
-    return WorstCase(episode, run, tasks, episodes, graph.exact)
+    waves = None if episodes is None else -(-episodes // (rollout.live_episodes or 2 * rollout.concurrency))
+    run["seconds"] = episode["seconds"].times(waves)  # episodes of one wave run at the same time
+    return WorstCase(tasks, episodes, ctx.graph.exact, episode, run)
 
 
 # ---- counts
@@ -89,15 +93,14 @@ def worst_case(ctx: CheckContext) -> WorstCase:
 def most_counts(graph: Graph) -> tuple[float, ...]:
     """Return the maximum of each counter on any path through a graph; infinite if nothing bounds it."""
     if graph.most is None:
-        sampled = graph.chart.most_sampled  # a call is at least one token
-        weights = [sampled if limit.per_use == "calls" else 1 for limit in COUNTERS]
-        graph.most = tuple(_longest(graph, index, weight) for index, weight in enumerate(weights))
+        graph.most = tuple(_longest(graph, index) for index in range(len(COUNTERS)))
     return graph.most
 
 
-def _longest(graph: Graph, index: int, weight: int) -> float:
+def _longest(graph: Graph, index: int) -> float:
     """The maximum of one counter, within its limit."""
     limit = graph.chart.limits[index]
+    weight = graph.chart.most_sampled if COUNTERS[index].per_use == "calls" else 1  # a call is at least one token
     if limit is not None and weight == 1:  # such a counter is counted exactly
         return float(max(place.counts[index] for place in graph.steps))
     longest = heaviest(graph, lambda place, used: float(weight) if index in used else 0.0)
@@ -107,53 +110,39 @@ def _longest(graph: Graph, index: int, weight: int) -> float:
 def heaviest(graph: Graph, weigh: Callable[[Place, tuple[int, ...]], float]) -> float:
     """Return the weight of the heaviest path through a graph; infinite if a step with a weight lies on a cycle."""
     component, count = graph.components
-    members: list[list[Place]] = [[] for _ in range(count)]
-    for place, number in component.items():
-        members[number].append(place)
     best = [0.0] * count
-    for number, places in enumerate(members):  # steps lead from higher numbers to lower ones
-        inside = beyond = 0.0
-        for place in places:
-            for step in graph.steps[place]:
-                weight = weigh(place, step.used)
-                if component[step.dest] == number:
-                    inside = max(inside, inf if weight > 0 else 0.0)
-                else:
-                    beyond = max(beyond, weight + best[component[step.dest]])
-        best[number] = max(inside, beyond)
-    start = next(iter(graph.steps))
-    return best[component[start]]
+    for place, number in component.items():  # steps lead to places that come before, or of the same number
+        for step in graph.steps[place]:
+            weight = weigh(place, step.used)
+            if component[step.dest] != number:
+                best[number] = max(best[number], weight + best[component[step.dest]])
+            elif weight > 0:
+                best[number] = inf
+    return best[component[next(iter(graph.steps))]]
 
 
 def count_bound(ctx: CheckContext, name: str) -> Bound:
     """Return the maximum of one of `COUNTS` in one episode."""
-    return _count(ctx, ctx.graph, COUNTS.index(name))
-
-
-def _count(ctx: CheckContext, graph: Graph, index: int) -> Bound:
-    name = COUNTS[index]
-    limit = ctx.spec.limits.value_of(name)
-    limit = None if limit is None else min(limit, UNBOUNDED)
+    graph, index, limit = ctx.graph, COUNTS.index(name), ctx.spec.limits.value_of(name)
+    unset = f"`limits.{name}` is not set"
     if not graph.exact:
         if graph.walked and not any(index in step.used for steps in graph.steps.values() for step in steps):
             return Bound(0.0, MACHINE)
-        return Bound(limit, f"limits.{name}") if limit is not None else Bound(None, f"`limits.{name}` is not set")
+        return Bound(None if limit is None else min(limit, UNBOUNDED), f"limits.{name}" if limit is not None else unset)
     most = most_counts(graph)[index]
     if most == inf:
-        return Bound(None, f"`limits.{name}` is not set")
+        return Bound(None, unset)
     return Bound(most, _binding(ctx, index, most))
 
 
 def _binding(ctx: CheckContext, index: int, most: float) -> str:
     """The limit whose increase would increase the counter's maximum."""
     limits = ctx.spec.limits
-    for name in (COUNTS[index], *(name for name in COUNTS if name != COUNTS[index])):
-        value = limits.value_of(name)
-        if value is None:
+    for name in sorted(COUNTS, key=lambda name: name != COUNTS[index]):
+        if (value := limits.value_of(name)) is None:
             continue
         wider = explore(ctx.chart(limits.with_value(name, value + 1)))
-        grows = most_counts(wider)[index] > most if wider.exact else name == COUNTS[index] and most == value
-        if grows:
+        if most_counts(wider)[index] > most if wider.exact else name == COUNTS[index] and most == value:
             return f"limits.{name}"
     if COUNTERS[index].per_use == "calls" and most:
         return "limits.turn_tokens"  # a call is at least one token
@@ -163,82 +152,68 @@ def _binding(ctx: CheckContext, index: int, most: float) -> str:
 # ---- tokens and images
 
 
-def _tokens(ctx: CheckContext, turns: Bound) -> dict[str, Bound]:
-    spec = ctx.spec
-    context = context_bound(ctx)
-    sampled = spec.sampling.max_new_tokens
-    by_sampling = sampled is not None and sampled < spec.limits.turn_tokens
-    turn_tokens = spec.limits.turn_tokens if sampled is None else min(sampled, spec.limits.turn_tokens)
-    by = "sampling.max_new_tokens" if by_sampling else "limits.turn_tokens"
-    turn_tokens = min(turn_tokens, UNBOUNDED)
-    total = Bound(None, turns.by) if turns.most is None else Bound(turns.most * turn_tokens, f"{turns.by} × {by}")
-    return {"sampled_tokens": total, "context_tokens": context}
+def _sampled_tokens(ctx: CheckContext, turns: Bound) -> Bound:
+    if turns.most is None:
+        return turns
+    most, by = ctx.spec.limits.turn_tokens, "limits.turn_tokens"
+    if (sampled := ctx.spec.sampling.max_new_tokens) is not None and sampled < most:
+        most, by = sampled, "sampling.max_new_tokens"
+    return Bound(turns.most * min(most, UNBOUNDED), f"{turns.by} × {by}")
+
+
+def _lowest(bounds: Mapping[str, int | None], unset: str) -> Bound:
+    """The lowest of some bounds by what sets them; without any, `unset` says why."""
+    finite = ((float(min(most, UNBOUNDED)), by) for by, most in bounds.items() if most is not None)
+    return Bound(*min(finite, default=(None, unset)))
 
 
 def context_bound(ctx: CheckContext) -> Bound:
     """Return the maximum length of a sequence, the reply included."""
-    spec = ctx.spec
-    files = model_files(ctx.loaded)
-    bounds = [
-        (spec.limits.episode_tokens, "limits.episode_tokens"),
-        (spec.model.context, "model.context"),
-        (None if files is None or spec.model.context is not None else files.context, "the model's context"),
-    ]
-    finite = [(most, by) for most, by in bounds if most is not None]
-    if not finite:
-        return Bound(
-            None,
-            "neither `limits.episode_tokens` nor `model.context` is set, and the model's files are not on "
-            "this computer",
-        )
-    most, by = min(finite)
-    return Bound(float(min(most, UNBOUNDED)), by)
+    limits, model, files = ctx.spec.limits, ctx.spec.model, model_files(ctx.loaded)
+    return _lowest(
+        {
+            "limits.episode_tokens": limits.episode_tokens,
+            "model.context": model.context,
+            "the model's context": None if files is None or model.context is not None else files.context,
+        },
+        "neither `limits.episode_tokens` nor `model.context` is set, and the model's files are not on this computer",
+    )
 
 
 def _images(ctx: CheckContext) -> Bound:
     files = model_files(ctx.loaded)
     if files is not None and files.sees is False:
         return Bound(0.0, "the model takes only text")
-    named = {"limits.images": ctx.spec.limits.images, "model.max_images": ctx.spec.model.max_images}
-    bounds = [(most, by) for by, most in named.items() if most is not None]
-    if not bounds:
-        return Bound(None, "neither `limits.images` nor `model.max_images` is set")
-    most, by = min(bounds)
-    return Bound(float(min(most, UNBOUNDED)), by)
+    return _lowest(
+        {"limits.images": ctx.spec.limits.images, "model.max_images": ctx.spec.model.max_images},
+        "neither `limits.images` nor `model.max_images` is set",
+    )
 
 
 # ---- time
 
 
-def _seconds(ctx: CheckContext, graph: Graph) -> Bound:
+def _seconds(ctx: CheckContext) -> Bound:
     """The sum of the deadlines on the longest path, or the episode's time limit and the final state's deadline."""
-    spec = ctx.spec
+    graph, limit = ctx.graph, ctx.spec.limits.episode_seconds
     ends = max((seconds_of(ctx.spec, state) for state in ctx.states.values() if state.final), default=0.0)
-    longest = inf if spec.limits.episode_seconds is None else spec.limits.episode_seconds + ends
-    worth = {name: seconds_of(ctx.spec, state) for name, state in ctx.states.items() if not state.final}
+    longest = inf if limit is None else limit + ends
     way = inf
     if graph.exact:
-        rest = graph.at_rest()
+        worth = {name: seconds_of(ctx.spec, state) for name, state in ctx.states.items() if not state.final}
         calling = {
             name
             for name, state in ctx.states.items()
             if (facts := ACTIONS.get(str(state.action))) and facts.answers_calls
         }
-        rest |= {place for place in graph.steps if place.newest == NO_CALLS and place.state in calling}
+        no_calls = {place for place in graph.steps if place.newest == NO_CALLS and place.state in calling}
+        rest = graph.at_rest() | no_calls
         way = heaviest(graph, lambda place, used: 0.0 if place in rest else worth.get(place.state, 0.0)) + ends
     if min(longest, way) == inf:
         return Bound(None, "`limits.episode_seconds` is not set, and not everything has a deadline")
     if longest <= way:
         return Bound(longest, "limits.episode_seconds" + (" + the final state's deadline" if ends else ""))
     return Bound(way, "the deadlines of what the episode does")
-
-
-def _run_seconds(spec: EpisodeSpec, one: Bound, episodes: int | None) -> Bound:
-    """The episode's maximum times the number of waves of concurrent episodes."""
-    if episodes is None or one.most is None:
-        return one.times(episodes)
-    live = spec.rollout.live_episodes or 2 * spec.rollout.concurrency
-    return Bound(one.most * min(-(-episodes // live), UNBOUNDED), one.by)
 
 
 OVER_BUDGET = "budget.exceeded"
@@ -300,5 +275,4 @@ def over_budget(loaded: LoadedSpec, worst: WorstCase, budget: Mapping[str, float
 
 def key_of(by: str, default: DataPath) -> DataPath:
     """The first key of the spec that the words of a bound name."""
-    words = [word.strip("`") for word in by.split()]
-    return next((tuple(word.split(".")) for word in words if word.count(".") == 1), default)
+    return next((tuple(word.strip("`").split(".")) for word in by.split() if word.count(".") == 1), default)
