@@ -11,8 +11,7 @@ from engine.schemas.sections import used_plugins
 from engine.spec.references import mask_all
 from engine.spec.text.diagnostic import Diagnostic
 from engine.spec.text.near import near_or_known
-from engine.validate.context import CheckContext
-from engine.validate.machine_context import MAX_WORK
+from engine.validate.context import MAX_WORK, CheckContext
 from engine.validate.registry import PLUGIN_OF, RULES, Rule, import_plugin_rules
 from engine.validate.work import Work, WorkLimitError
 
@@ -57,7 +56,6 @@ def all_rules() -> list[Rule]:
     """Return every rule, in the order in which they are applied."""
     from engine.validate import (  # noqa: F401  (importing them registers their rules)
         backend,
-        fact_times,
         guards,
         limits,
         machine,
@@ -112,7 +110,8 @@ def check_rules(
             for problem in item.check(ctx):
                 of_rule.append(problem)
                 if len(of_rule) == MAX_FINDINGS:
-                    of_rule.append(_more(ctx, item))
+                    message = f"`{item.id}` has more than {MAX_FINDINGS} findings; the others are not reported"
+                    of_rule.append(Diagnostic(MORE, "info", message, "fix these first", ctx.loaded.origin(())))
                     break
         except WorkLimitError:
             unfinished.append(item.id)
@@ -169,16 +168,6 @@ def refuse_first_tasks(loaded: LoadedSpec, tasks: Sequence[Task]) -> None:
     diagnostics = [item for id in FIELD_RULES if id in RULES for item in RULES[id].check(ctx)]
     if diagnostics:
         raise SpecError(mask_all(diagnostics, loaded.variables))
-
-
-def _more(ctx: CheckContext, item: Rule) -> Diagnostic:
-    return Diagnostic(
-        MORE,
-        "info",
-        f"`{item.id}` has more than {MAX_FINDINGS} findings; the others are not reported",
-        "fix these first",
-        ctx.loaded.origin(()),
-    )
 
 
 def _unfinished(ctx: CheckContext, rules: list[str]) -> Diagnostic:

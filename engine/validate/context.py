@@ -1,23 +1,40 @@
-"""What rules share, each loaded once: the spec, its code (`CodeContext`), machine (`MachineContext`), first rows."""
+"""What rules share, each loaded once: the spec, its code (`CodeContext`), its machine and its first rows."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
+from engine.actions.facts import ACTIONS
 from engine.errors import SpecError
+from engine.limits import COUNTERS, EPISODE_SECONDS, limit_values, limits_of
+from engine.machine.machine import ResolvedMachine, ResolvedTransition, resolved_machine
+from engine.machine.presets import PRESETS
 from engine.schemas.environment import Task
+from engine.schemas.limits import ALWAYS, OVERFLOW, UNBOUNDED, LimitsSpec
+from engine.schemas.machine import ANY, StateSpec
 from engine.schemas.tasks import MIX, TasksSpec
 from engine.spec.rows.row import Row
 from engine.spec.tasks import count_tasks, rows_of
 from engine.spec.text.diagnostic import DataPath
 from engine.spec.text.near import near_or_known
-from engine.validate.machine_context import MachineContext
+from engine.validate.code.code_context import CodeContext
+from engine.validate.explore import Chart, Cycles, Edge, Graph, cycles_of, explore
+from engine.validate.logic import ALWAYS as ALWAYS_TRUE
+from engine.validate.logic import UNKNOWN, Formula, Ranges, formula
 from engine.validate.registry import Finding
-from engine.validate.work import deadline
+from engine.validate.work import Work, WorkLimitError, deadline
 
+MAX_TRANSITIONS = 10_000
+"""Maximum number of transitions of a machine that is checked, with every list and `"*"` expanded."""
+MAX_WORK = 200_000
+"""Work units of one rule."""
+MAX_READ = 100_000
+"""Maximum number of characters of all conditions that are analysed."""
+PRESETS_STATES = frozenset(name for preset in PRESETS.values() for name in preset.machine.states)
 MAX_ROWS_MADE = 8
 """Number of rows of a function that are checked."""
 ROWS_SECONDS = 20.0
@@ -25,13 +42,16 @@ ROWS_SECONDS = 20.0
 
 
 @dataclass
-class CheckContext(MachineContext):
-    """One spec that is checked."""
+class CheckContext(CodeContext):
+    """One spec that is checked: what its machine reaches, what an episode may do, and its endless cycles."""
 
     read_tasks: Sequence[Task] | None = None
     """Tasks that were read, if the rules are about these and not about the source."""
     _with_tasks: dict[DataPath, CheckContext] = field(default_factory=dict)
     _first_rows: list[Row] | SpecError | None = None
+    _read: dict[str, bool] = field(default_factory=dict)
+    """Whether each condition is analysed."""
+    _characters: int = 0
 
     def task_count(self) -> int | None:
         """The number of tasks; None if it is not known without reading all of them."""
@@ -79,6 +99,204 @@ class CheckContext(MachineContext):
         if isinstance(self._first_rows, SpecError):
             raise self._first_rows
         return self._first_rows
+
+    # ---- the machine
+
+    @cached_property
+    def written_out(self) -> int:
+        """Number of the spec's own transitions with every list and `"*"` expanded."""
+        most = len({*self.spec.machine.states, *PRESETS_STATES})
+        return sum(
+            len(item.triggers) * (most if ANY in item.sources else len(item.sources))
+            for item in self.spec.machine.transitions
+        )
+
+    @cached_property
+    def machine(self) -> ResolvedMachine:
+        """The machine with its preset, and with `"*"` expanded; names are not checked.
+
+        Raises:
+            WorkLimitError: it would have more than `MAX_TRANSITIONS` transitions.
+        """
+        if self.written_out > MAX_TRANSITIONS:
+            raise WorkLimitError(
+                f"the machine has more than {MAX_TRANSITIONS:,} transitions, with lists and `*` expanded"
+            )
+        return resolved_machine(self.spec)
+
+    @property
+    def states(self) -> dict[str, StateSpec]:
+        """All states, including those of the preset."""
+        return self.machine.states
+
+    @cached_property
+    def working(self) -> list[str]:
+        """The states that are not final."""
+        return [name for name, state in self.states.items() if not state.final]
+
+    def events_of(self, state: StateSpec) -> tuple[str, ...] | None:
+        """Return the events that a state's action declares; None if they are not known."""
+        if state.action is None:
+            return ()
+        if (facts := ACTIONS.get(state.action)) is not None:
+            if facts.events is not None:
+                return facts.events
+            return self.declared(self.spec.environment.entry.use) if self.spec.environment else None
+        if ":" in state.action:
+            return self.declared(state.action)
+        return None  # `machine.unknown-action` reports it
+
+    def events_in(self, name: str) -> tuple[str, ...] | None:
+        """Return the events of a state's action there: `overflow` is one only where a transition handles it."""
+        events = self.events_of(self.states[name])
+        facts = ACTIONS.get(str(self.states[name].action))
+        if events is None or facts is None or not facts.overflows or not self.machine.leaving(name, OVERFLOW):
+            return events
+        return (*events, OVERFLOW)
+
+    def performing(self, action: str) -> list[str]:
+        """The reachable states with an action."""
+        return [name for name, state in self.states.items() if name in self.reachable and state.action == action]
+
+    @cached_property
+    def calling(self) -> list[str]:
+        """The reachable states whose action adds messages of role `tool`."""
+        return [
+            name
+            for name, state in self.states.items()
+            if name in self.reachable and (facts := ACTIONS.get(str(state.action))) and facts.speaks == "tool"
+        ]
+
+    @cached_property
+    def may_happen(self) -> Mapping[str, frozenset[str] | None]:
+        """All events that may occur in each state that is not final; None if those of its action are not known."""
+        events = {name: self.events_in(name) for name in self.working}
+        return {name: None if known is None else frozenset((*known, *ALWAYS)) for name, known in events.items()}
+
+    @cached_property
+    def reachable(self) -> frozenset[str]:
+        """States that can be reached if guards are ignored; all states if `initial` does not exist."""
+        if self.machine.initial not in self.states:
+            return frozenset(self.states)
+        return closure([self.machine.initial], [(edge.source, edge.dest) for edge in self.live])
+
+    @cached_property
+    def ending(self) -> frozenset[str]:
+        """States from which a final state can be reached, including the final states."""
+        final = [name for name, state in self.states.items() if state.final]
+        return closure(final, [(edge.dest, edge.source) for edge in self.live])
+
+    @cached_property
+    def live(self) -> list[ResolvedTransition]:
+        """The transitions that can be taken: their event can occur, and no unconditional transition precedes them."""
+        settled: set[tuple[str, str]] = set()
+        live: list[ResolvedTransition] = []
+        for edge in self.machine.transitions:
+            group = (edge.source, edge.trigger)
+            events = self.may_happen.get(edge.source, ())  # none: it is final, or does not exist
+            if group not in settled and (events is None or edge.trigger in events):
+                live.append(edge)
+                if edge.conditions is None:
+                    settled.add(group)
+        return live
+
+    def formula(self, expression: str, values: tuple[tuple[str, float], ...] | None = None) -> Formula:
+        """Return a guard as a function of its quantities, under the spec's limits or others with these values.
+
+        Conditions beyond the first `MAX_READ` characters are not analysed: they may have any result.
+        """
+        is_read = self._read.get(expression)
+        if is_read is None:
+            is_read = self._read[expression] = self._characters + len(expression) <= MAX_READ
+            self._characters += len(expression)
+        if not is_read:
+            return UNKNOWN
+        return formula(expression, (values or self.limit_values) if "limits" in expression else ())
+
+    def chart(self, limits: LimitsSpec | None = None) -> Chart:
+        """Return the machine in the form that `explore` takes, with the spec's limits or others."""
+        within = limits or self.spec.limits
+        values = _values(within)
+        groups: dict[tuple[str, str], list[Edge]] = {}
+        for edge in self.machine.transitions:
+            guard = ALWAYS_TRUE if edge.conditions is None else self.formula(edge.conditions, values)
+            groups.setdefault((edge.source, edge.trigger), []).append(Edge(edge.dest, guard))
+        triggers: dict[str, list[str]] = {}
+        for source, trigger in groups:
+            triggers.setdefault(source, []).append(trigger)
+        working = [name for name in self.working if self.states[name].action is not None]
+        declared = {name: self.events_in(name) for name in working}
+        events = {name: triggers.get(name, []) if known is None else known for name, known in declared.items()}
+        sampled = self.spec.sampling.max_new_tokens
+        spec = self.spec.model_copy(update={"limits": within})
+        stoppable = [
+            name
+            for name in working
+            for limit in limits_of(self.states[name].action)
+            if limit.per_use is None and limit is not EPISODE_SECONDS and limit.may_stop(spec)
+        ]
+        return Chart(
+            self.machine.initial,
+            tuple((name, str(self.states[name].action)) for name in working),
+            tuple((name, tuple(event for event in events[name] if event not in ALWAYS)) for name in working),
+            tuple((key, tuple(group)) for key, group in groups.items()),
+            tuple(None if (value := limit.value(spec)) is None else int(min(value, UNBOUNDED)) for limit in COUNTERS),
+            EPISODE_SECONDS.may_stop(spec),
+            min(within.turn_tokens, UNBOUNDED if sampled is None else sampled, UNBOUNDED),
+            frozenset(stoppable),
+        )
+
+    @cached_property
+    def cycles(self) -> Cycles:
+        """Cycles that nothing bounds."""
+        return cycles_of(self.graph, Work(MAX_WORK))
+
+    @cached_property
+    def graph(self) -> Graph:
+        """Everything that an episode may do within the spec's limits."""
+        return explore(self.chart())
+
+    @cached_property
+    def limit_values(self) -> tuple[tuple[str, float], ...]:
+        """The values of `limits.*` in guards."""
+        return _values(self.spec.limits)
+
+    @cached_property
+    def hull(self) -> Ranges:
+        """The range of each quantity over all reachable places."""
+        hull: dict[str, tuple[float, float]] = {}
+        for counts in {place.counts for place in self.graph.steps if not place.late}:
+            for name, (low, high) in self.graph.walk.ranges(counts).items():
+                least, most = hull.get(name, (low, high))
+                hull[name] = (min(low, least), max(high, most))
+        return hull
+
+    @cached_property
+    def own_actions(self) -> list[tuple[str, StateSpec]]:
+        """States whose action is an entry point of the spec."""
+        return [(name, state) for name, state in self.states.items() if state.action and ":" in state.action]
+
+    def state_path(self, name: str) -> DataPath:
+        """Return the position of a state; that of the machine if the state comes from the preset."""
+        return ("machine", "states", name) if name in self.spec.machine.states else ("machine",)
+
+
+def _values(limits: LimitsSpec) -> tuple[tuple[str, float], ...]:
+    return tuple((name, float(min(value, UNBOUNDED))) for name, value in limit_values(limits).items())
+
+
+def closure(starts: Iterable[str], steps: Iterable[tuple[str, str]]) -> frozenset[str]:
+    """The states that can be reached from some states, including these."""
+    ahead: dict[str, set[str]] = {}
+    for source, dest in steps:
+        ahead.setdefault(source, set()).add(dest)
+    reached = set(starts)
+    waiting = list(reached)
+    while waiting:
+        new = ahead.get(waiting.pop(), set()) - reached
+        reached |= new
+        waiting += new
+    return frozenset(reached)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -260,13 +260,14 @@ def _blind(group: Iterable[Edge]) -> tuple[Edge, ...]:
 
 def _caps(chart: Chart) -> Counts:
     """For counters without a limit: a value above all that guards compare them with. Larger values behave the same."""
-    caps = list(START)
-    for _, group in chart.edges:
-        for edge in group:
-            for index, name in enumerate(_VARIABLES):
-                near = (int(abs(value)) + 2 for value in edge.guard.thresholds(name) if abs(value) < 1000)
-                caps[index] = max([caps[index], *near])
-    return tuple(caps)
+    guards = [edge.guard for _, group in chart.edges for edge in group]
+    return tuple(
+        max(
+            (int(abs(value)) + 2 for guard in guards for value in guard.thresholds(name) if abs(value) < 1000),
+            default=0,
+        )
+        for name in _VARIABLES
+    )
 
 
 def _ranges(chart: Chart, counts: Counts, caps: Counts, *, rough: bool) -> dict[str, tuple[float, float]]:
@@ -437,3 +438,82 @@ def components(graph: Graph) -> tuple[dict[Place, int], int]:
                             break
                     count += 1
     return component, count
+
+
+SHOWN = 12
+"""Steps of a cycle that a message shows."""
+
+
+class Cycle(NamedTuple):
+    """A cycle that an episode may repeat without bound."""
+
+    steps: tuple[tuple[str, str], ...]
+    """(state, event) of each step, in order."""
+    bounds: tuple[str, ...]
+    """Limits that would bound it and are not set."""
+    late: bool
+    """Whether it continues after the time limit."""
+
+    def __str__(self) -> str:
+        first = self.steps[0][0]
+        shown = [f"`{state}` -{event}->" for state, event in self.steps]
+        if len(shown) > SHOWN:
+            shown[SHOWN // 2 : -SHOWN // 2] = [f"… ({len(shown) - SHOWN} more states) …"]
+        return " ".join(shown) + f" `{first}`"
+
+
+class Cycles(NamedTuple):
+    """The cycles, and whether all were found."""
+
+    found: list[Cycle]
+    complete: bool
+
+
+def cycles_of(graph: Graph, work: Work | None = None) -> Cycles:
+    """Return the shortest cycle through each step that lies on one; each set of states once."""
+    work = work or Work()
+    component, _ = graph.components
+    first: dict[tuple[str, bool, str, str, tuple[int, ...]], tuple[Place, WalkStep]] = {}
+    for place, number in component.items():
+        for step in graph.again(place):
+            if component[step.dest] == number:
+                alike = (place.state, place.late, step.event, step.dest.state, step.used)
+                first.setdefault(alike, (place, step))
+    cycles: dict[tuple[frozenset[str], bool], list[Cycle]] = {}
+    complete = True
+    try:
+        for place, step in first.values():
+            cycle = _shortest(graph, place, step, component, work)
+            cycles.setdefault((frozenset(state for state, _ in cycle.steps), cycle.late), []).append(cycle)
+    except WorkLimitError:
+        complete = False
+    return Cycles([_merged(cycles_there) for cycles_there in cycles.values()], complete)
+
+
+def _merged(alike: list[Cycle]) -> Cycle:
+    """Of cycles through the same states, the one that the fewest limits bound; it names one that bounds all."""
+    hardest = min(alike, key=lambda cycle: (len(cycle.bounds), len(cycle.steps), cycle.steps))
+    common = set(hardest.bounds).intersection(*(cycle.bounds for cycle in alike))
+    return hardest._replace(bounds=tuple(name for name in hardest.bounds if not common or name in common))
+
+
+def _shortest(graph: Graph, start: Place, first: WalkStep, component: dict[Place, int], work: Work) -> Cycle:
+    """The shortest cycle through a place that begins with the given step."""
+    came: dict[Place, tuple[Place, WalkStep]] = {first.dest: (start, first)}
+    waiting = [first.dest] if first.dest != start else []
+    for place in waiting:
+        steps = graph.again(place)
+        work.spend(len(steps))
+        for step in steps:
+            if step.dest not in came and component[step.dest] == component[start]:
+                came[step.dest] = (place, step)
+                waiting.append(step.dest)
+        if start in came:
+            break
+    way = [came[start]]
+    while way[-1][0] != start:
+        way.append(came[way[-1][0]])
+    used = {index for _, step in way for index in step.used}
+    taken = [(place.state, step.event) for place, step in reversed(way)]
+    least = taken.index(min(taken))  # the same cycle is shown in the same way, wherever it was entered
+    return Cycle((*taken[least:], *taken[:least]), tuple(COUNTERS[index].name for index in sorted(used)), start.late)

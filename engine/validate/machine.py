@@ -15,18 +15,17 @@ from engine.schemas.limits import FAILED, LIMIT
 from engine.schemas.machine import ANY, SAME, TransitionSpec
 from engine.spec.text.diagnostic import DataPath
 from engine.spec.text.near import listed
-from engine.validate.context import CheckContext, nearest
+from engine.validate.context import MAX_TRANSITIONS, CheckContext, nearest
+from engine.validate.explore import Cycle
 from engine.validate.guards import STATE_KEY, expressions
 from engine.validate.logic import ALWAYS, MAX_CASES, Formula, implies, overlap
-from engine.validate.machine_context import MAX_TRANSITIONS, Cycle
 from engine.validate.registry import Finding, rule
 from engine.validate.work import WorkLimitError
 
 
-def _written(ctx: CheckContext) -> Iterator[tuple[DataPath, TransitionSpec]]:
+def _written(ctx: CheckContext) -> list[tuple[DataPath, TransitionSpec]]:
     """The transitions that the spec itself writes."""
-    for index, item in enumerate(ctx.spec.machine.transitions):
-        yield _path(index), item
+    return [(_path(index), item) for index, item in enumerate(ctx.spec.machine.transitions)]
 
 
 def _path(index: int) -> DataPath:
@@ -131,10 +130,8 @@ def unknown_event(ctx: CheckContext) -> Iterator[Finding]:
 
 def _emitted(ctx: CheckContext, names: list[str]) -> frozenset[str] | None:
     """The events that at least one of some states may meet; None where that is not known of each."""
-    events = [ctx.may_happen[name] for name in names]
-    if not events or any(known is None for known in events):
-        return None
-    return frozenset().union(*(known for known in events if known is not None))
+    events = [known for name in names if (known := ctx.may_happen[name]) is not None]
+    return frozenset().union(*events) if events and len(events) == len(names) else None
 
 
 def _silent(ctx: CheckContext, name: str) -> bool:
@@ -159,8 +156,8 @@ def final_action(ctx: CheckContext) -> Iterator[Finding]:
 def unhandled_event(ctx: CheckContext) -> Iterator[Finding]:
     """Every event of a state's action needs a transition, and where there are several final states, `limit` and
     `failed` too. One finding for each state; events that several states lack are one finding."""
-    handled = {(edge.source, edge.trigger) for edge in ctx.machine.transitions}
     ends = [name for name in ctx.states if ctx.states[name].final or _silent(ctx, name)]
+    handled = {(edge.source, edge.trigger) for edge in ctx.machine.transitions}
     always = ALWAYS_EVENTS if len(ends) != 1 or ctx.states[ends[0]].final else ()  # they lead there once it is final
     missing = {
         name: tuple(
@@ -210,19 +207,12 @@ def _listed(names: Sequence[str]) -> str:
 @rule("machine.no-default", "error", "every transition of a (state, event) has a condition")
 def no_default(ctx: CheckContext) -> Iterator[Finding]:
     """The last transition that is tried must always hold."""
-    last: dict[tuple[str, str], DataPath | None] = {}
-    for edge in ctx.live:
-        group = (edge.source, edge.trigger)
-        if edge.conditions is None:
-            last[group] = None
-        elif last.get(group, ()) is not None:
-            is_written = edge.index is not None
-            last[group] = ("machine", "transitions", edge.index or 0, "conditions") if is_written else ("machine",)
-    for (source, event), path in last.items():
-        if path is not None:
+    last = {(edge.source, edge.trigger): edge for edge in ctx.live}  # none of them stands behind one that always holds
+    for (source, event), edge in last.items():
+        if edge.conditions is not None:
             yield Finding(
                 f"`{event}` in `{source}` leads nowhere when no condition holds",
-                path,
+                ("machine",) if edge.index is None else (*_path(edge.index), "conditions"),
                 f"add `{{trigger: {event}, source: {source}, dest: …}}` without conditions, behind them",
             )
 
@@ -230,9 +220,7 @@ def no_default(ctx: CheckContext) -> Iterator[Finding]:
 @rule("machine.unreachable", "error", "no episode can reach a state")
 def unreachable(ctx: CheckContext) -> Iterator[Finding]:
     """No chain of transitions leads there, or none that the limits and conditions allow."""
-    graph = ctx.graph
-    begun = ctx.machine.initial in ctx.states
-    come_to = graph.by_state if graph.exact and begun else ctx.reachable
+    come_to = ctx.graph.by_state if ctx.graph.exact and ctx.machine.initial in ctx.states else ctx.reachable
     for name in ctx.states:
         if name not in ctx.reachable:
             yield Finding(
@@ -379,9 +367,6 @@ def user_after_user(ctx: CheckContext) -> Iterator[Finding]:
             waiting += sorted(new)
 
 
-_ANY_RANGES: dict[str, tuple[float, float]] = {}
-
-
 class _Pair(NamedTuple):
     """A transition of the spec for one (source, trigger), and the earlier one that is always taken instead."""
 
@@ -423,7 +408,7 @@ def _settled(ctx: CheckContext, edge: ResolvedTransition, group: list[ResolvedTr
 
 def _implies(ctx: CheckContext, first: Formula, second: Formula) -> bool:
     ctx.work.spend(_weight(first, second))
-    return implies(first, second, _ANY_RANGES)
+    return implies(first, second, {})
 
 
 def _weight(first: Formula, second: Formula) -> int:

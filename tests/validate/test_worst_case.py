@@ -28,7 +28,7 @@ from engine.schemas.limits import LimitsSpec
 from engine.spec.load import load_spec
 from engine.validate import check_spec
 from engine.validate.context import CheckContext
-from engine.validate.machine_context import cycles_of
+from engine.validate.explore import cycles_of
 from engine.validate.worst_case import Bound, most_counts, worst_case
 
 pytestmark = pytest.mark.usefixtures("in_folder")
