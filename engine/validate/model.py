@@ -18,13 +18,14 @@ from engine.schemas.limits import UNBOUNDED
 from engine.schemas.model import ModelSpec
 from engine.schemas.role import RoleSpec
 from engine.spec.tasks import rows_of, task_of
-from engine.spec.template import fill, texts_of
+from engine.spec.template import fill
 from engine.spec.text.diagnostic import DataPath
 from engine.spec.text.near import nearest_name
 from engine.tokens.patches import patched, patches_of
 from engine.tokens.toolcalls import FORMATS
 from engine.validate.context import CheckContext, each_source
 from engine.validate.model_files import ModelFiles, may_exist, model_files, read_bytes
+from engine.validate.prompts import texts_shown
 from engine.validate.registry import Finding, rule
 from engine.validate.templates import Shown, rendered, shown
 from engine.validate.tools import tools_at
@@ -49,12 +50,11 @@ def unknown(ctx: CheckContext) -> Iterator[Finding]:
     from engine.tokens.catalogue import named_models
 
     near = nearest_name(name.rpartition("/")[2], list(named_models()))
-    listed = f"did you mean `{near}`?" if near else "name a folder, a hub id `owner/name`, or one of the catalogue: "
-    listed += "" if near else ", ".join(named_models())
+    listed = f"name a folder, a hub id `owner/name`, or one of the catalogue: {', '.join(named_models())}"
     yield Finding(
         f"there is no model `{name}`: no folder of this name, and none in the catalogue",
         ("model", "path"),
-        missing("models", name) or listed,
+        missing("models", name) or (f"did you mean `{near}`?" if near else listed),
     )
 
 
@@ -292,7 +292,7 @@ def stop_in_token(ctx: CheckContext) -> Iterator[Finding]:
 @rule("model.images", "error", "images are shown to a model that takes none")
 def images(ctx: CheckContext) -> Iterator[Finding]:
     """Image parts of `prompt` and `recover`, for a text model or one whose image format the engine does not support."""
-    shown = list(_shown_images(ctx))
+    shown = [path for path, _ in texts_shown(ctx) if path[-1] == "image"]
     if not shown:
         return
     from engine.tokens.vision_families import FAMILIES
@@ -317,17 +317,6 @@ def images(ctx: CheckContext) -> Iterator[Finding]:
         )
     for path in shown:
         yield Finding(f"an image is shown{to}", path, fix)
-
-
-def _shown_images(ctx: CheckContext) -> Iterator[DataPath]:
-    """Where `prompt` and `recover` show an image."""
-    words: list[tuple[DataPath, Any]] = [
-        (("prompt", index, "content"), message.content) for index, message in enumerate(ctx.spec.messages)
-    ]
-    for path, value in (*words, *((("recover", key), value) for key, value in ctx.spec.recover if value is not None)):
-        for below, _ in texts_of(value):
-            if below and below[-1] == "image":
-                yield (*path, *below)
 
 
 @rule("model.context", "warning", "the spec's context is larger than the model's")

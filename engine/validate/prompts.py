@@ -52,6 +52,14 @@ def no_field(ctx: CheckContext, rows: Rows, name: str, path: DataPath, offset: i
             return
 
 
+def texts_shown(ctx: CheckContext) -> Iterator[tuple[DataPath, str]]:
+    """The texts of `prompt` and `recover`; the path of an image ends with `image`."""
+    for index, message in enumerate(ctx.spec.messages):
+        yield from ((("prompt", index, "content", *below), text) for below, text in texts_of(message.content))
+    for key, words in _recover(ctx):
+        yield from ((("recover", key, *below), text) for below, text in texts_of(words))
+
+
 @rule("code.unknown-field", "warning", "code reads a field of the task that tasks do not have")
 def code_field(ctx: CheckContext) -> Iterator[Finding]:
     """`task.fields["name"]`, in the text of an entry point that does not look first whether it is there."""
@@ -76,32 +84,21 @@ def prompt_field(ctx: CheckContext) -> Iterator[Finding]:
     rows = known_rows(ctx)
     if (source := ctx.spec.conversation) is not None and ctx.spec.tasks.map:
         yield from no_field(ctx, [row for row in rows if not row[0]], source.field, ("prompt", "field"))
-    for index, message in enumerate(ctx.spec.messages):
-        for below, template in texts_of(message.content):
-            ctx.work.spend(1 + len(template) / 50)
-            for name in fields_of(template):
-                path = ("prompt", index, "content", *below)
-                yield from no_field(ctx, rows, name, path, offset_of(template, name))
-    users_fields = _user_fields(ctx)
-    for key, words in _recover(ctx):
-        known = RECOVER_FIELDS if key == "malformed" else None if users_fields is None else users_fields.get(key, ())
-        for below, template in texts_of(words):
-            yield from _recover_fields(ctx, rows, known, template, ("recover", key, *below))
-
-
-def _recover_fields(
-    ctx: CheckContext, rows: Rows, known: Sequence[str] | None, template: str, path: DataPath
-) -> Iterator[Finding]:
-    """Every `{{field}}` of a text of `recover`, compared with the fields of this text; None: they are not known."""
-    for name in fields_of(template):
-        offset = offset_of(template, name)
-        root, _, field = name.partition(".")
-        if root == "task" and field:
-            yield from no_field(ctx, rows, field, path, offset)
-        elif known is not None and name not in known:
-            yield Finding(
-                f"there is no field `{name}` here", path, nearest(name, [*known, "task.<field>"]), offset=offset
-            )
+    declared = _user_fields(ctx)
+    for path, template in texts_shown(ctx):
+        ctx.work.spend(1 + len(template) / 50)
+        for name in fields_of(template):
+            offset = offset_of(template, name)
+            root, _, field = name.partition(".")
+            if path[0] == "prompt":
+                yield from no_field(ctx, rows, name, path, offset)
+            elif root == "task" and field:
+                yield from no_field(ctx, rows, field, path, offset)
+            elif path[1] == "malformed" or declared is not None:
+                known = RECOVER_FIELDS if path[1] == "malformed" else (declared or {}).get(str(path[1]), ())
+                if name not in known:
+                    fix = nearest(name, [*known, "task.<field>"])
+                    yield Finding(f"there is no field `{name}` here", path, fix, offset=offset)
 
 
 def _recover(ctx: CheckContext) -> list[tuple[str, Words]]:
@@ -142,15 +139,7 @@ _JINJA = re.compile(r"\{%.*?%\}|\{#.*?#\}", re.DOTALL)
 @rule("prompt.jinja", "warning", "a prompt holds a statement of Jinja, which the model would see as it stands")
 def jinja_in_prompt(ctx: CheckContext) -> Iterator[Finding]:
     """`{% … %}` and `{# … #}` in `prompt` and `recover`: texts of a spec have fields, `{{name}}`, and nothing else."""
-    texts = [
-        (("prompt", index, "content", *below), template)
-        for index, message in enumerate(ctx.spec.messages)
-        for below, template in texts_of(message.content)
-    ]
-    texts += [
-        (("recover", key, *below), template) for key, words in _recover(ctx) for below, template in texts_of(words)
-    ]
-    for path, template in texts:
+    for path, template in texts_shown(ctx):
         ctx.work.spend(1 + len(template) / 50)
         if match := _JINJA.search(template):
             yield Finding(
@@ -206,10 +195,5 @@ def _named_files(ctx: CheckContext) -> list[tuple[DataPath, str]]:
     if ctx.spec.model.chat_template is not None:
         named.append((("model", "chat_template"), ctx.spec.model.chat_template))
     named += [(("backend", key), file) for key, file in ctx.spec.backend.files.items()]
-    said: list[tuple[DataPath, Words]] = [(("recover", key), words) for key, words in _recover(ctx)]
-    said += [(("prompt", index, "content"), message.content) for index, message in enumerate(ctx.spec.messages)]
-    for above, words in said:
-        for below, reference in texts_of(words):
-            if below and below[-1] == "image" and not is_reference(reference) and not fields_of(reference):
-                named.append(((*above, *below), reference))
-    return named
+    images = [(path, text) for path, text in texts_shown(ctx) if path[-1] == "image"]
+    return named + [(path, image) for path, image in images if not is_reference(image) and not fields_of(image)]
