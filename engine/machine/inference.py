@@ -115,9 +115,6 @@ class TypeInference:
             return TYPE
         return self.unknown(f"there is no variable `{node.name}`", node.start, node.name, self._variables)
 
-    def constant(self, node: Constant) -> Types:
-        return frozenset({node.type})
-
     def select(self, node: Select) -> Types:
         types = self._field(node.of, node.field, node.end - len(node.field))
         return BOOL if node.test else types
@@ -148,7 +145,8 @@ class TypeInference:
         return DYN
 
     def call(self, node: Call) -> Types:
-        args = [*([] if node.target is None else [node.target]), *node.args]
+        method = node.target is not None
+        args = node.args if node.target is None else (node.target, *node.args)
         if node.name == "type" and node.target is None and len(args) == 1:
             self.types(args[0])
             return TYPE
@@ -158,9 +156,11 @@ class TypeInference:
             for arg in args:
                 if not (isinstance(arg, Name) and arg is node.target):
                     self.types(arg)  # in `math.max(1)`, `math` is not reported as an unknown variable
-            return self._unknown_function(node, place)
+            if node.name in (*MACROS, "has"):
+                usage = "has(a.b)" if node.name == "has" else f"list.{node.name}(x, …)"
+                return self.report(f"`{node.name}` cannot be used in this way", place, f"write `{usage}`")
+            return self.unknown(f"there is no function `{node.name}`", place, node.name, _FUNCTION_NAMES)
         types = [self.types(arg) for arg in args]
-        method = node.target is not None
         if not (function.as_method if method else function.as_function):
             how = f"`{node.name}(x)`" if method else f"`x.{node.name}(…)`"
             return self.report(f"`{node.name}` cannot be called in this way", place, f"write {how}")
@@ -170,12 +170,6 @@ class TypeInference:
             return self.report(f"`{node.name}` takes {count} argument{'s' * (count != 1)}, not {len(node.args)}", place)
         return self._overload(node.name, function.overloads, args, types, place)
 
-    def _unknown_function(self, node: Call, place: int) -> Types:
-        if node.name in (*MACROS, "has"):
-            usage = "has(a.b)" if node.name == "has" else f"list.{node.name}(x, …)"
-            return self.report(f"`{node.name}` cannot be used in this way", place, f"write `{usage}`")
-        return self.unknown(f"there is no function `{node.name}`", place, node.name, _FUNCTION_NAMES)
-
     def operation(self, node: Operation) -> Types:
         types = [self.types(arg) for arg in node.args]
         operator = node.operator
@@ -183,7 +177,13 @@ class TypeInference:
             conditions = node.args[:1] if operator == "?:" else node.args
             for arg, arg_types in zip(conditions, types, strict=False):
                 self._needs_bool("?" if operator == "?:" else operator, arg, arg_types)
-            return self._either(node, types[1], types[2]) if operator == "?:" else BOOL
+            if operator != "?:":
+                return BOOL
+            then, other = types[1:]
+            if then.isdisjoint(other) and not (then | other) & DYN:
+                both = f"{self.typed(node.args[1], then)}, {self.typed(node.args[2], other)}"
+                return self.report(f"both results of `? :` must have the same type: {both}", node.args[1].start)
+            return then | other
         place = node.args[0].end + len(self.text[node.args[0].end : node.args[-1].start].split(operator)[0])
         if len(node.args) == 1:
             return self._overload("-", NEGATION.overloads, node.args, types, node.start)
@@ -204,13 +204,6 @@ class TypeInference:
     def _needs_bool(self, name: str, node: Node, types: Types) -> None:
         if types.isdisjoint(BOOL | DYN):
             self.report(f"`{name}` needs true or false; {self.typed(node, types)}", node.start)
-
-    def _either(self, node: Operation, then: Types, other: Types) -> Types:
-        """Both results of a conditional have one type."""
-        if then.isdisjoint(other) and not (then | other) & DYN:
-            both = f"{self.typed(node.args[1], then)}, {self.typed(node.args[2], other)}"
-            return self.report(f"both results of `? :` must have the same type: {both}", node.args[1].start)
-        return then | other
 
     def _equal(self, node: Operation, types: list[Types], place: int) -> Types:
         """Any two values can be compared; if their types can never be equal, the result is constant."""
@@ -262,7 +255,7 @@ class TypeInference:
 
 _RULES: Mapping[type[Node], Callable[..., Types]] = {
     Name: TypeInference.name,
-    Constant: TypeInference.constant,
+    Constant: lambda _, node: frozenset({node.type}),
     Select: TypeInference.select,
     Index: TypeInference.index,
     Call: TypeInference.call,

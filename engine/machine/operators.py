@@ -10,8 +10,9 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Mapping
 from decimal import Decimal
+from functools import partial
 from itertools import product
-from math import copysign, isfinite, nan, trunc
+from math import copysign, isfinite, nan
 from typing import Any
 
 from engine.schemas.base import Struct
@@ -83,9 +84,9 @@ def _in_64_bits(value: int) -> int:
     raise OverflowError("the result does not fit into 64 bits")
 
 
-def _arithmetic(compute: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    def checked(left: Any, right: Any) -> Any:
-        result = compute(left, right)
+def _arithmetic(compute: Callable[..., Any]) -> Callable[..., Any]:
+    def checked(*operands: Any) -> Any:
+        result = compute(*operands)
         return _in_64_bits(result) if isinstance(result, int) else result
 
     return checked
@@ -105,20 +106,11 @@ def _divide(left: Any, right: Any) -> Any:
     return left / right
 
 
-def _negate(value: Any) -> Any:
-    return _in_64_bits(-value) if isinstance(value, int) else -value
-
-
-def _to_int(value: Any) -> int:
+def _to_number(kind: type[int | float], value: Any) -> int | float:
+    """A double is rounded towards zero; Python reads more texts as numbers than CEL."""
     if isinstance(value, str) and (value != value.strip() or "_" in value):
         raise ValueError(f"{value!r} is not a number")
-    return _in_64_bits(int(value) if isinstance(value, str) else trunc(value))
-
-
-def _to_double(value: Any) -> float:
-    if isinstance(value, str) and (value != value.strip() or "_" in value):
-        raise ValueError(f"{value!r} is not a number")
-    return float(value)
+    return kind(value)
 
 
 def _to_string(value: Any) -> str:
@@ -162,7 +154,7 @@ OPERATORS: Mapping[str, Function] = {
 }
 """Operators with two operands whose types must fit; `==`, `!=` and `in` take any types."""
 
-NEGATION = Function(overloads={("int",): "int", ("double",): "double"}, compute=_negate)
+NEGATION = Function(overloads={("int",): "int", ("double",): "double"}, compute=_arithmetic(operator.neg))
 """The minus sign."""
 
 FUNCTIONS: Mapping[str, Function] = {
@@ -171,8 +163,12 @@ FUNCTIONS: Mapping[str, Function] = {
     "startsWith": Function(overloads=_TWO_STRINGS, compute=str.startswith, as_method=True),
     "endsWith": Function(overloads=_TWO_STRINGS, compute=str.endswith, as_method=True),
     "matches": Function(overloads=_TWO_STRINGS, compute=_matches, as_method=True),
-    "int": Function(overloads=_each([*NUMBERS, "string"], "int"), compute=_to_int, as_function=True),
-    "double": Function(overloads=_each([*NUMBERS, "string"], "double"), compute=_to_double, as_function=True),
+    "int": Function(
+        overloads=_each([*NUMBERS, "string"], "int"), compute=_arithmetic(partial(_to_number, int)), as_function=True
+    ),
+    "double": Function(
+        overloads=_each([*NUMBERS, "string"], "double"), compute=partial(_to_number, float), as_function=True
+    ),
     "string": Function(overloads=_each([*NUMBERS, "string"], "string"), compute=_to_string, as_function=True),
 }
 """Functions besides `has`, `type` and the macros `all`, `exists`, `exists_one`, `filter` and `map`."""

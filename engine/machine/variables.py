@@ -50,18 +50,15 @@ class Variable(Struct, frozen=True, kw_only=True):
 def _limit_types(annotation: Any) -> Types:
     """The types of a limit; an unset one reads as the int 9007199254740991."""
     parts = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
-    kinds = {"int" if part in (int, type(None)) else "double" for part in parts}
-    return frozenset(kinds)
+    return frozenset("int" if part in (int, type(None)) else "double" for part in parts)
 
 
 def _limits() -> dict[str, VariableField]:
-    keys: dict[str, tuple[FieldInfo, type[BaseModel]]] = {
-        name: (info, LimitsSpec) for name, info in LimitsSpec.model_fields.items()
-    }
-    keys |= {name: (info, model) for name, info, model in section_fields(LimitsSpec)}
+    core: list[tuple[str, FieldInfo, type[BaseModel]]]
+    core = [(name, info, LimitsSpec) for name, info in LimitsSpec.model_fields.items()]
     return {
         name: VariableField(types=_limit_types(info.annotation), doc=description_of(model, name) or "")
-        for name, (info, model) in keys.items()
+        for name, info, model in (*core, *section_fields(LimitsSpec))
         if name in FIELDS
     }
 
