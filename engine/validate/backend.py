@@ -95,8 +95,7 @@ def expert_routing(ctx: CheckContext) -> Iterator[Finding]:
     spec = ctx.spec
     if spec.train is None or not spec.train.samples_episodes:
         return
-    experts = _experts(ctx)
-    kind, layout = experts or ("", None)
+    kind, layout = _experts(ctx) or ("", None)
     if layout is None:
         return
     backend = spec.backend

@@ -69,7 +69,9 @@ def rule(id: str, severity: Severity, about: str) -> Callable[[Callable[[CheckCo
         @functools.wraps(find)
         def check(ctx: CheckContext) -> Iterator[Diagnostic]:
             for finding in find(ctx):
-                yield Diagnostic(id, severity, finding.message, finding.fix, _origin(ctx, finding), finding.path)
+                path, offset = finding.path, finding.offset
+                place = ctx.loaded.origin(path, key=finding.key) if offset is None else ctx.loaded.inside(path, offset)
+                yield Diagnostic(id, severity, finding.message, finding.fix, finding.origin or place, path)
 
         if id in RULES:
             raise PluginError(f"the rule `{id}` is there already")
@@ -93,14 +95,6 @@ def import_plugin_rules() -> None:
                 del RULES[id]
             else:
                 PLUGIN_OF[id] = plugin
-
-
-def _origin(ctx: CheckContext, found: Finding) -> Origin:
-    if found.origin is not None:
-        return found.origin
-    if found.offset is not None:
-        return ctx.loaded.inside(found.path, found.offset)
-    return ctx.loaded.origin(found.path, key=found.key)
 
 
 _ID = re.compile(r"[a-z0-9_]{1,60}\.[a-z0-9_-]{1,60}")

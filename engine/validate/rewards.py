@@ -16,9 +16,8 @@ from engine.spec.text.diagnostic import DataPath
 from engine.spec.text.near import nearest_name
 from engine.validate.code.source import Def, last_name
 from engine.validate.code.written_names import WrittenNames, code_names, names_of, names_of_plugins, written_names
-from engine.validate.context import CheckContext, nearest
+from engine.validate.context import CheckContext, closure, nearest
 from engine.validate.explore import START, TURNS, Place
-from engine.validate.machine_context import closure
 from engine.validate.registry import Finding, rule
 from engine.validate.worst_case import count_bound
 
@@ -26,10 +25,10 @@ REWARD = "reward"
 """The name of a reward without a name."""
 
 
-def _rules(ctx: CheckContext) -> Iterator[tuple[DataPath, ReassignRule]]:
-    for index, item in enumerate(ctx.spec.rewards.reassign):
-        if item.at in ctx.states:  # otherwise `rules.unknown-state` reports it
-            yield ("rewards", "reassign", index), item
+def _rules(ctx: CheckContext) -> list[tuple[DataPath, ReassignRule]]:
+    """The reward rules, without those that `rules.unknown-state` reports."""
+    rules = enumerate(ctx.spec.rewards.reassign)
+    return [(("rewards", "reassign", index), item) for index, item in rules if item.at in ctx.states]
 
 
 _Chosen = tuple[tuple[TurnChoice, int | None], ...]
@@ -79,12 +78,12 @@ def _moments(ctx: CheckContext, item: ReassignRule) -> list[_Moment]:
         ctx.work.spend(len(places))
     if ctx.states[item.at].final:
         places = [(place, chosen) for place, chosen in places if place.turns] or places
-    moments = {
-        _Moment(place.turns, chosen): None
+    moments = (
+        _Moment(place.turns, chosen)
         for place, chosen in places
         if when is None or ctx.graph.truth(when, place, ctx.work) is not False
-    }
-    return [*moments]
+    )
+    return [*dict.fromkeys(moments)]
 
 
 def _chosen(ctx: CheckContext, state: str, choices: list[TurnChoice]) -> list[tuple[Place, _Chosen]]:
@@ -327,10 +326,8 @@ def _spec_rewards(ctx: CheckContext) -> set[str]:
     scorer = ctx.spec.rewards.scorer
     names = {REWARD, *([scorer.name] if scorer is not None else [])}
     names |= {name for facts in spec_facts(ctx.spec) for name in facts.rewards}
-    for _, user in ctx.users:
-        names |= {mark.reward for mark in user.marks if mark.reward is not None}
-        names |= {event.name for mark in user.marks for event in mark.rewards if event.name is not None}
-    return names
+    names |= {mark.reward for _, user in ctx.users for mark in user.marks if mark.reward is not None}
+    return names | {event.name for _, event in _mark_events(ctx) if event.name is not None}
 
 
 @rule("rewards.credit-needs", "warning", "the credit method needs values or states that the spec does not give")
@@ -441,8 +438,7 @@ def several_turns(ctx: CheckContext) -> bool:
 @rule("rewards.outcome-drops", "warning", "the credit method leaves out some rewards of the last turn")
 def outcome_drops(ctx: CheckContext) -> Iterator[Finding]:
     """`mt_grpo` with `outcome: [names]`, and another reward that the last turn may get."""
-    credit = ctx.spec.rewards.credit
-    counted = credit.last_turn_names
+    counted = ctx.spec.rewards.credit.last_turn_names
     if counted is None:
         return
     left_out = [name for name in dict.fromkeys(_last_turn_rewards(ctx)) if name not in counted]
@@ -474,12 +470,14 @@ def _last_turn_rewards(ctx: CheckContext) -> Iterator[str]:
             yield event.name or REWARD
 
 
-def _mark_events(ctx: CheckContext) -> Iterator[tuple[DataPath, RewardEvent]]:
+def _mark_events(ctx: CheckContext) -> list[tuple[DataPath, RewardEvent]]:
     """The rewards in the marks of model-played users."""
-    for path, user in ctx.users:
-        for index, mark in enumerate(user.marks):
-            for number, event in enumerate(mark.rewards):
-                yield (*path, "marks", index, "rewards", number), event
+    return [
+        ((*path, "marks", index, "rewards", number), event)
+        for path, user in ctx.users
+        for index, mark in enumerate(user.marks)
+        for number, event in enumerate(mark.rewards)
+    ]
 
 
 _FINISH = "last.finish"
@@ -490,16 +488,14 @@ Cost = tuple[float, str]
 @rule("rewards.truncated-pays", "info", "a reply that is cut off costs less than a wrong reply")
 def truncated_pays(ctx: CheckContext) -> Iterator[Finding]:
     """`truncated` leads to a final state that nothing judges, and the spec or its code punishes wrong replies."""
-    for name, state in ctx.states.items():
-        if state.action != "generate" or name not in ctx.reachable:
-            continue
+    for name in ctx.performing("generate"):
         ends = [edge.dest for edge in ctx.live if edge.source == name and edge.trigger == "truncated"]
         end = next((dest for dest in ends if dest in ctx.states and ctx.states[dest].final), None)
         paid = None if end is None else _cut_off(ctx, name, end)
         wrong = max(_wrong(ctx), default=None)
         if end is None or paid is None or wrong is None or wrong[0] <= paid:
             continue
-        judge = next(_judges(ctx))
+        judge = _judges(ctx)[0]
         yield Finding(
             f"a reply that is cut off ends the episode and costs {paid:g}; a wrong reply may cost {wrong[0]:g} "
             f"({wrong[1]}), so long replies without an answer pay",
@@ -511,11 +507,10 @@ def truncated_pays(ctx: CheckContext) -> Iterator[Finding]:
         )
 
 
-def _judges(ctx: CheckContext) -> Iterator[str]:
+def _judges(ctx: CheckContext) -> list[str]:
     """Reachable states in which the environment or a user judges a reply."""
-    for name, state in ctx.states.items():
-        if name in ctx.reachable and state.action in ("step", "ask_user"):
-            yield name
+    asking = (*ctx.performing("step"), *ctx.performing("ask_user"))
+    return [name for name in ctx.states if name in asking]
 
 
 def _cut_off(ctx: CheckContext, state: str, end: str) -> float | None:
@@ -540,11 +535,9 @@ def _cut_off(ctx: CheckContext, state: str, end: str) -> float | None:
     return cost
 
 
-def _takes(ctx: CheckContext) -> Iterator[ReassignRule]:
+def _takes(ctx: CheckContext) -> list[ReassignRule]:
     """Rules that take a reward."""
-    for item in ctx.spec.rewards.reassign:
-        if item.op != "transfer" and (item.value or 0.0) < 0:
-            yield item
+    return [item for item in ctx.spec.rewards.reassign if item.op != "transfer" and (item.value or 0.0) < 0]
 
 
 def _wrong(ctx: CheckContext) -> Iterator[Cost]:
@@ -562,8 +555,8 @@ def _wrong(ctx: CheckContext) -> Iterator[Cost]:
     for path, user in ctx.users:
         for index, mark in enumerate(user.marks):
             for event in mark.rewards:
-                if event.op != "transfer" and (event.value or 0.0) < 0:
-                    yield -(event.value or 0.0), f"`{'.'.join(map(str, (*path, 'marks', index)))}`"
+                if event.op != "transfer" and (value := event.value or 0.0) < 0:
+                    yield -value, f"`{'.'.join(map(str, (*path, 'marks', index)))}`"
         code = user.grader if user.model_played else user
         if code is not None and code.use is not None:
             yield from _in_code(ctx, (*path, "grader") if user.model_played else path, code.use, code.with_)
@@ -571,14 +564,16 @@ def _wrong(ctx: CheckContext) -> Iterator[Cost]:
 
 def _in_code(ctx: CheckContext, path: DataPath, use: str, with_: Mapping[str, Any]) -> Iterator[Cost]:
     """Negative rewards that the code of `use` writes: literals, and parameters that `with` or their defaults set."""
-    node = _node(ctx, use)
-    if node is None:
+    code = ctx.code_text(use)
+    if code is None:
         return
     ctx.work.spend(100)
-    settings = {
-        **_defaults(node),
-        **{key: (value, ".".join(map(str, (*path, "with", key)))) for key, value in with_.items()},
-    }
+    node, signature = code.definition.node, code.signature
+    settings: dict[str, tuple[Any, str]] = {}
+    for name, parameter in signature.parameters.items() if signature is not None else ():
+        if isinstance(parameter.default, ast.expr) and (number := _number(parameter.default)) is not None:
+            settings[name] = number, f"{node.name}({name}={number:g})"
+    settings |= {key: (value, ".".join(map(str, (*path, "with", key)))) for key, value in with_.items()}
     for value in _reward_values(node):
         for part in ast.walk(value):
             if isinstance(part, ast.UnaryOp) and (cost := _number(part)) is not None and cost < 0:
@@ -606,20 +601,6 @@ def _reward_values(node: ast.AST) -> Iterator[ast.expr]:
                 yield keyword.value
             elif keyword.arg == "rewards" and isinstance(keyword.value, ast.Dict):
                 yield from keyword.value.values
-
-
-def _defaults(node: Def) -> dict[str, tuple[float, str]]:
-    """Numbers that are defaults of the parameters, and where they are."""
-    function: ast.AST | None = node
-    if isinstance(node, ast.ClassDef):
-        function = next((item for item in node.body if getattr(item, "name", "") == "__init__"), None)
-    if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
-        return {}
-    names = function.args
-    pairs = [*zip(reversed(names.args), reversed(names.defaults), strict=False)]
-    pairs += [(arg, value) for arg, value in zip(names.kwonlyargs, names.kw_defaults, strict=True) if value is not None]
-    defaults = {arg.arg: _number(value) for arg, value in pairs}
-    return {name: (value, f"{node.name}({name}={value:g})") for name, value in defaults.items() if value is not None}
 
 
 def _number(node: ast.expr) -> float | None:

@@ -11,7 +11,7 @@ from engine.schemas.tasks import PLUGIN_KEYS, all_sources
 from engine.spec.load import LoadedSpec
 from engine.spec.rows.sources import row_files
 from engine.spec.tasks import rows_of, task_of
-from engine.spec.text.diagnostic import DataPath, Diagnostic
+from engine.spec.text.diagnostic import Diagnostic
 from engine.validate.context import TASKS, CheckContext, each_source, for_each_source, nearest
 from engine.validate.registry import Finding, rule
 
@@ -49,8 +49,8 @@ def _scan(ctx: CheckContext) -> _Scan:
     files = [(str(file), file.stat()) for file in row_files(ctx.loaded)]
     if sum(status.st_size for _, status in files) > LARGEST:
         return _Scan(None, "the first row is")
-    needs = repr((spec.tasks, spec.prompt, sorted(spec.users), spec.environment is None))
-    key = (needs, *((file, status.st_mtime_ns, status.st_size) for file, status in files))
+    needs = (spec.tasks, spec.prompt, sorted(spec.users), spec.environment is None)
+    key = (repr(needs), *((file, status.st_mtime_ns, status.st_size) for file, status in files))
     if key not in _scans:
         if len(_scans) == MAX_SCANS:
             _scans.clear()
@@ -183,8 +183,20 @@ def _columns(ctx: CheckContext, files: list[Path]) -> Iterator[Finding]:
 @rule("tasks.no-effect", "warning", "a key of `tasks` is not read with this source")
 def no_effect(ctx: CheckContext) -> Iterator[Finding]:
     """Keys that belong to another `source`."""
+    kinds = all_sources()
+    keys = dict.fromkeys([*(name for facts in kinds.values() for name in facts.keys), *PLUGIN_KEYS])
     for at, source in (*([(TASKS, ctx)] if ctx.spec.tasks.mixed() else []), *each_source(ctx)):
-        yield from _of_other_sources(source, at)
+        tasks = source.spec.tasks
+        for key in keys:
+            if key not in tasks.facts.keys and source.written("tasks", key):
+                readers = ", ".join(f"`{kind}`" for kind, facts in kinds.items() if key in facts.keys)
+                yield Finding(
+                    f"`{key}` has no effect with `source: {tasks.source}`"
+                    + (f": it belongs to {readers}" if readers else ""),
+                    (*at, key),
+                    "remove it, or change `source`",
+                    key=True,
+                )
     spec = ctx.spec
     shown = spec.messages or spec.conversation or spec.opening_environment
     if spec.tasks.overlong is not None and spec.environment is not None and not shown:
@@ -193,19 +205,3 @@ def no_effect(ctx: CheckContext) -> Iterator[Finding]:
             (*TASKS, "overlong"),
             "write `prompt: {field: …}`, or give an environment without state `effects: pure`",
         )
-
-
-def _of_other_sources(ctx: CheckContext, at: DataPath) -> Iterator[Finding]:
-    tasks = ctx.spec.tasks
-    kinds = all_sources()
-    for key in dict.fromkeys([*(name for facts in kinds.values() for name in facts.keys), *PLUGIN_KEYS]):
-        path: DataPath = ("tasks", key)
-        if key not in tasks.facts.keys and ctx.written(*path):
-            readers = ", ".join(f"`{source}`" for source, facts in kinds.items() if key in facts.keys)
-            yield Finding(
-                f"`{key}` has no effect with `source: {tasks.source}`"
-                + (f": it belongs to {readers}" if readers else ""),
-                (*at, key),
-                "remove it, or change `source`",
-                key=True,
-            )

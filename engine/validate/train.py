@@ -29,17 +29,14 @@ FLOAT32_ON_GPU = (
 )
 
 
-def _train(ctx: CheckContext) -> Iterator[TrainSpec]:
+def _train(ctx: CheckContext) -> list[TrainSpec]:
     """The section `train`, if the spec has one."""
-    if ctx.spec.train is not None:
-        yield ctx.spec.train
+    return [] if ctx.spec.train is None else [ctx.spec.train]
 
 
-def _sampling(ctx: CheckContext) -> Iterator[TrainSpec]:
+def _sampling(ctx: CheckContext) -> list[TrainSpec]:
     """The section `train`, if the training samples episodes."""
-    for train in _train(ctx):
-        if train.samples_episodes:
-            yield train
+    return [train for train in _train(ctx) if train.samples_episodes]
 
 
 @rule("train.kl-credit", "error", "the credit method takes no KL penalty in the reward")
@@ -207,12 +204,11 @@ def freeze(ctx: CheckContext) -> Iterator[Finding]:
             try:
                 re.compile(pattern)
             except (re.error, OverflowError, RecursionError) as error:
-                offset = getattr(error, "pos", None)
                 yield Finding(
                     f"not a regular expression: {getattr(error, 'msg', error)}",
                     ("train", "freeze", index),
                     "a dot matches any character, `\\.` matches a dot: `embed_tokens`, `layers\\.[0-3]\\.`",
-                    offset=offset,
+                    offset=getattr(error, "pos", None),
                 )
 
 
@@ -303,9 +299,12 @@ def _of_updates(ctx: CheckContext, train: TrainSpec) -> list[Option]:
     effective = train.effective()
     seeded = any(facts.reads_seed for facts in spec_facts(ctx.spec))
     random = seeded or effective.shuffle or effective.critic or effective.minibatches > 1
+    file = ctx.loaded.origin(("train", "steps")).file
+    from_own_file = file in (next(iter(ctx.loaded.sources), ""), ctx.loaded.origin(("train", "epochs")).file)
+    replaced = file in ctx.loaded.sources and not from_own_file  # on purpose, by the spec that extends that file
     return [
         (
-            train.epochs is not None and not _is_replaced(ctx, ("train", "steps"), ("train", "epochs")),
+            train.epochs is not None and not replaced,
             "train.steps",
             "`train.epochs` sets the number of steps",
         ),
@@ -330,13 +329,6 @@ def _of_updates(ctx: CheckContext, train: TrainSpec) -> list[Option]:
             "with `train.lora.dropout` each row has its own dropout, so no prefix is shared",
         ),
     ]
-
-
-def _is_replaced(ctx: CheckContext, path: DataPath, by: DataPath) -> bool:
-    """Whether a key of an extended spec is replaced on purpose by another key of the extending one."""
-    first_file = next(iter(ctx.loaded.sources), "")
-    file = ctx.loaded.origin(path).file
-    return file in ctx.loaded.sources and file not in (first_file, ctx.loaded.origin(by).file)
 
 
 def _of_weight_sync(ctx: CheckContext, train: TrainSpec) -> list[Option]:

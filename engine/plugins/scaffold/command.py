@@ -90,7 +90,9 @@ def scaffold(name: str, parent: Path, kind: Kind = Kind.USER) -> list[Path]:
     try:
         for file, text in texts.items():
             (folder / file).write_text(text, encoding="utf-8")
-        _copy_schemas(folder / _SCHEMAS)
+        (folder / _SCHEMAS).mkdir(parents=True)
+        for schema in ("episode", "replies", "scenarios"):  # the first lines of the YAML files name them
+            shutil.copy(Path(schemas.__file__).parent / "json" / f"{schema}.schema.json", folder / _SCHEMAS)
     except OSError:
         shutil.rmtree(folder)
         raise
@@ -118,10 +120,3 @@ def _render(name: str, kind: Kind) -> dict[str, str]:
         f"{module}.py": "test.py.jinja",
     }
     return {file: templates.get_template(source).render(values) for file, source in sources.items()}
-
-
-def _copy_schemas(folder: Path) -> None:
-    """Copy the JSON Schemas that the first lines of the YAML files name; `engine schema NAME` writes them anew."""
-    folder.mkdir(parents=True)
-    for name in ("episode", "replies", "scenarios"):
-        shutil.copy(Path(schemas.__file__).parent / "json" / f"{name}.schema.json", folder)

@@ -169,17 +169,18 @@ class ReadCode:
 
     @property
     def _init(self) -> Definition | Missing:
-        if not isinstance(self._node, ast.ClassDef) or any(
-            last_name(item) == "dataclass" for item in self._node.decorator_list
-        ):
+        if not isinstance(self._node, ast.ClassDef):
             return "unknown"
-        if any(last_name(item) == "dataclass" for base in self._bases() for item in base.node.decorator_list):
+        decorators = [item for base in self._bases for item in base.node.decorator_list]
+        if any(last_name(item) == "dataclass" for item in decorators):
             return "unknown"
         if member(self.definition, "__new__", self.sources) != "missing":
             return "unknown"
         return member(self.definition, "__init__", self.sources)
 
+    @property
     def _bases(self) -> Sequence[Definition]:
+        """A class, then its bases."""
         return lineage(self.definition, self.sources).classes
 
     @property
@@ -242,25 +243,15 @@ class ReadCode:
     def events(self) -> Sequence[str] | Missing:
         """The events that it declares."""
         if self.kind != "class":
-            events = declared_events(self._node)
-            return (
-                events
-                if events is not None
-                else "missing"
-                if not getattr(self._node, "decorator_list", True)
-                else "unknown"
-            )
-        family = lineage(self.definition, self.sources)
-        for item in family.classes:
+            return declared_events(self._node) or ("unknown" if self._node.decorator_list else "missing")
+        for item in self._bases:
             if isinstance(item.node, ast.ClassDef) and class_attribute(item.node, "events") is not None:
                 return declared_events(item.node) or "unknown"
-        return (
-            "missing" if family.complete and member(self.definition, "events", self.sources) == "missing" else "unknown"
-        )
+        return "missing" if member(self.definition, "events", self.sources) == "missing" else "unknown"
 
     def attribute(self, name: str) -> Any:
         """The value of a class attribute; None if it has none, or if that is not known."""
-        for item in self._bases() if self.kind == "class" else ():
+        for item in self._bases if self.kind == "class" else ():
             value = class_attribute(item.node, name) if isinstance(item.node, ast.ClassDef) else None
             if value is not None:
                 try:
@@ -368,12 +359,9 @@ def _tool_problem(function: Definition, name: str) -> str | None:
     """What `shape_of` would refuse, in its words."""
     assert not isinstance(function.node, ast.ClassDef)
     given = function.node.args
-    for item in (
-        *given.posonlyargs[function.owner is not None :],
-        *([given.vararg] if given.vararg else []),
-        *([given.kwarg] if given.kwarg else []),
-    ):
-        return f"tool `{name}`: parameter `{item.arg}` must be one that can be given by name"
+    for item in (*given.posonlyargs[function.owner is not None :], given.vararg, given.kwarg):
+        if item is not None:
+            return f"tool `{name}`: parameter `{item.arg}` must be one that can be given by name"
     for item in _named_parameters(function):
         if item.annotation is None and not (item.arg == "self" and function.owner is None):
             return f"tool `{name}`: give parameter `{item.arg}` a type; the model is shown it"

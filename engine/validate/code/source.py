@@ -332,9 +332,8 @@ def _parse(file: Path, name: str, changed: int, size: int) -> Module | SyntaxErr
         for node in nodes
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and isinstance(node.value, ast.Name)
     }
-    calls = [node for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
-    given = [node.args[0] for node in calls if node.args and getattr(node.func, "id", "") == "setattr"]
-    patched |= {item.id for item in given if isinstance(item, ast.Name)}
+    calls = [node for node in nodes if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "setattr"]
+    patched |= {call.args[0].id for call in calls if call.args and isinstance(call.args[0], ast.Name)}
     bindings: dict[str, list[ast.stmt]] = {}
     for statement in _statements(tree.body):
         for bound in dict.fromkeys(bound_names([statement])):
@@ -353,25 +352,21 @@ def _parse(file: Path, name: str, changed: int, size: int) -> Module | SyntaxErr
 
 def _statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
     for statement in body:
-        test = statement.test if isinstance(statement, ast.If) and not statement.orelse else None
-        named = test.id if isinstance(test, ast.Name) else test.attr if isinstance(test, ast.Attribute) else None
-        if isinstance(statement, ast.If) and named == "TYPE_CHECKING":
+        if isinstance(statement, ast.If) and not statement.orelse and last_name(statement.test) == "TYPE_CHECKING":
             yield from statement.body
         else:
             yield statement
 
 
 def is_closed(tree: ast.Module) -> bool:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and any(item.name == "*" for item in node.names):
-            return False
-        if isinstance(node, ast.Name) and node.id in _OPENING:
-            return False
-        if isinstance(node, ast.Attribute) and node.attr in _OPENING:
-            return False
-        if isinstance(node, ast.FunctionDef) and node.name == "__getattr__":
-            return False
-    return True
+    """Whether a module has no names but those that its text binds."""
+    return not any(
+        (isinstance(node, ast.ImportFrom) and any(item.name == "*" for item in node.names))
+        or (isinstance(node, ast.Name) and node.id in _OPENING)
+        or (isinstance(node, ast.Attribute) and node.attr in _OPENING)
+        or (isinstance(node, ast.FunctionDef) and node.name == "__getattr__")
+        for node in ast.walk(tree)
+    )
 
 
 def bound_names(body: Sequence[ast.stmt]) -> Iterator[str]:
@@ -457,11 +452,12 @@ def _type_of(definition: Definition, sources: Sources, types: dict[ast.AST, type
 
 def _is_plain(node: ast.ClassDef) -> bool:
     """Whether the body of a class shows all its own members."""
-    body = ast.Module(body=node.body, type_ignores=[])
-    hooks = {"__getattribute__", "__init_subclass__", "__class_getitem__"} & set(bound_names(node.body))
-    metaclass = [item for item in node.keywords if item.arg != "metaclass" or last_name(item.value) != "ABCMeta"]
-    decorated = [item for item in node.decorator_list if last_name(item) not in _KNOWN_DECORATORS]
-    return is_closed(body) and not hooks and not metaclass and not decorated
+    return (
+        is_closed(ast.Module(body=node.body, type_ignores=[]))
+        and {"__getattribute__", "__init_subclass__", "__class_getitem__"}.isdisjoint(bound_names(node.body))
+        and all(item.arg == "metaclass" and last_name(item.value) == "ABCMeta" for item in node.keywords)
+        and _KNOWN_DECORATORS.issuperset(map(last_name, node.decorator_list))
+    )
 
 
 def member(definition: Definition, name: str, sources: Sources) -> Definition | Literal["missing", "unknown"]:
@@ -527,8 +523,7 @@ def is_function_environment(node: ast.AST | None) -> bool:
 
 def has_yield(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
     """Whether a function is a generator."""
-    nodes = (item for statement in node.body for item in _shallow(statement))
-    return any(isinstance(item, ast.Yield | ast.YieldFrom) for item in nodes)
+    return any(isinstance(item, ast.Yield | ast.YieldFrom) for statement in node.body for item in _shallow(statement))
 
 
 def class_attribute(node: ast.ClassDef, name: str) -> ast.expr | None:

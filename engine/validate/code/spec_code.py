@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from msgspec.structs import replace
@@ -104,10 +104,14 @@ def fits_the_calls(ctx: CheckContext) -> Iterator[Finding]:
     """Environments and users have their methods; tools have typed parameters; `with` fits the constructor."""
     for item in ctx.spec_code:
         thing = ctx.code(item.entry.use)
-        if thing is not None and item.added is not None:
+        if thing is None:
+            continue
+        if item.added is not None:
             yield from _added(ctx, item, item.added, thing)
-        elif thing is not None:
-            yield from _PARTS[item.role](ctx, item, thing)
+        elif item.role == "scorer":
+            yield from _function(ctx, thing, call_of(item, "view"))
+        else:
+            yield from (_tool if item.role == "tool" else _built)(ctx, item, thing)
     for call in called(ctx):
         function = ctx.code(call.use)
         if function is not None:
@@ -184,7 +188,11 @@ def _methods(item: NamedEntry, thing: CodeFacts, methods: Mapping[str, tuple[str
 def _tool(ctx: CheckContext, item: NamedEntry, thing: CodeFacts) -> Iterator[Finding]:
     """Check a tool: a typed function, or a class whose objects are called."""
     use = (*item.path, "use")
-    if thing.kind == "class":
+    if thing.kind == "unknown":
+        ctx.skip()
+    elif thing.kind == "value":
+        yield Finding(f"`{item.entry.use}` is {thing.what}, not a function", use, "use a typed function or a class")
+    elif thing.kind == "class":
         yield from call_problems(ctx, thing, call_of(item))
         call = thing.method("__call__")
         if call == "missing":
@@ -195,33 +203,18 @@ def _tool(ctx: CheckContext, item: NamedEntry, thing: CodeFacts) -> Iterator[Fin
             )
         elif call == "unknown":
             ctx.skip()
-        elif (problem := thing.tool_problem(getattr(item.entry, "name", None))) is not None:
-            message, _, said = problem.partition("; ")
-            yield Finding(message, use, said or None)
         yield from _methods(item, thing, OPTIONAL["tool"])
-        return
-    if thing.kind == "unknown":
-        ctx.skip()
-        return
-    if thing.kind == "value":
-        yield Finding(f"`{item.entry.use}` is {thing.what}, not a function", use, "use a typed function or a class")
-        return
-    if item.entry.with_:
+    elif item.entry.with_:
         yield Finding(
             f"`{item.entry.use}` is a function: it takes its arguments from the model, not from `with`",
             (*item.path, "with"),
             "make it a class that takes them and has `__call__`, or remove `with`",
             key=True,
         )
-    problem = thing.tool_problem(getattr(item.entry, "name", None))
-    if problem is not None:
-        message, _, said = problem.partition("; ")
-        yield Finding(message, use, said or None)
-
-
-def _scorer(ctx: CheckContext, item: NamedEntry, thing: CodeFacts) -> Iterator[Finding]:
-    """Check a scorer: a function of the episode's view."""
-    yield from _function(ctx, thing, call_of(item, "view"))
+    called_as = getattr(item.entry, "name", None)
+    if thing.kind in ("class", "function") and (problem := thing.tool_problem(called_as)) is not None:
+        message, _, fix = problem.partition("; ")
+        yield Finding(message, use, fix or None)
 
 
 def _added(ctx: CheckContext, item: NamedEntry, added: AddedCode, thing: CodeFacts) -> Iterator[Finding]:
@@ -246,15 +239,6 @@ def _function(ctx: CheckContext, thing: CodeFacts, call: Called) -> Iterator[Fin
         yield from call_problems(ctx, thing, call)
 
 
-_PARTS: Mapping[str, Callable[[CheckContext, NamedEntry, CodeFacts], Iterator[Finding]]] = {
-    "environment": _built,
-    "user": _built,
-    "tool": _tool,
-    "tool server": _built,
-    "scorer": _scorer,
-}
-
-
 @rule("code.action", "error", "an action of the spec's own declares no events, or cannot be called")
 def action_protocol(ctx: CheckContext) -> Iterator[Finding]:
     """A function with `events`, called with the view and the state's `with`; `step` needs the environment's."""
@@ -275,17 +259,18 @@ def action_protocol(ctx: CheckContext) -> Iterator[Finding]:
             yield from _step(ctx, (*ctx.state_path(name), "action"))
 
 
-def actions(ctx: CheckContext) -> Iterator[Called]:
+def actions(ctx: CheckContext) -> list[Called]:
     """The actions of the spec's own."""
-    for name, state in ctx.own_actions:
-        path = ctx.state_path(name)
-        yield Called(
+    return [
+        Called(
             use=str(state.action),
             arguments=("view",),
             with_=state.with_,
-            path=(*path, "action"),
-            path_with=(*path, "with"),
+            path=(*ctx.state_path(name), "action"),
+            path_with=(*ctx.state_path(name), "with"),
         )
+        for name, state in ctx.own_actions
+    ]
 
 
 def _step(ctx: CheckContext, path: DataPath) -> Iterator[Finding]:

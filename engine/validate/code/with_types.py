@@ -79,9 +79,8 @@ def with_type(ctx: CheckContext) -> Iterator[Finding]:
 def _like_default(parameter: inspect.Parameter, value: Any, scope: Scope) -> bool:
     """Whether a value has the type of a default that the annotation excludes too: `limit: int = None` is common."""
     default = parameter.default
-    if not isinstance(default, ast.Constant) or type(default.value) is not type(value):
-        return False
-    return excludes(parameter.annotation, default.value, scope)
+    alike = isinstance(default, ast.Constant) and type(default.value) is type(value)
+    return alike and excludes(parameter.annotation, default.value, scope)
 
 
 def _shown(value: Any) -> str:
@@ -109,32 +108,26 @@ def _fix(wanted: str, value: Any) -> str | None:
 @rule("code.returns", "error", "a function or method is annotated with another result than the engine takes")
 def returns(ctx: CheckContext) -> Iterator[Finding]:
     """`respond` returns a `UserTurn`, `reset` a `Reset`, a scorer a `list[RewardEvent]`, …, where it is annotated."""
+    functions = {"scorer": _METHODS["environment"]["score"], "tool": _METHODS["tool"]["__call__"]}
+    named: list[tuple[str, DataPath, tuple[Wanted, str] | None]]
+    named = [(item.entry.use, (*item.path, "use"), functions.get(item.role)) for item in ctx.spec_code]
+    named += [(call.use, call.path, _METHODS["environment"]["step"]) for call in actions(ctx)]
+    tasks = ctx.spec.tasks
+    if tasks.source == "python" and tasks.use:
+        named.append((tasks.use, ("tasks", "use"), (TASK_ROWS, "the rows")))
+    for use, path, returned in named:
+        text = ctx.code_text(use)
+        if returned is not None and text is not None and text.kind == "function":
+            yield from _wrong(ctx, text.definition, use, *returned, path)
     for item in ctx.spec_code:
         text = ctx.code_text(item.entry.use)
-        if text is not None:
-            yield from _of_part(ctx, item, text)
-    for call in actions(ctx):
-        text = ctx.code_text(call.use)
-        if text is not None and text.kind == "function":
-            yield from _wrong(ctx, text.definition, call.use, Wanted(classes=frozenset({STEP})), "a `Step`", call.path)
-    tasks = ctx.spec.tasks
-    text = ctx.code_text(tasks.use) if tasks.source == "python" and tasks.use else None
-    if text is not None and text.kind == "function":
-        yield from _wrong(ctx, text.definition, str(tasks.use), TASK_ROWS, "the rows", ("tasks", "use"))
-
-
-def _of_part(ctx: CheckContext, item: NamedEntry, text: ReadCode) -> Iterator[Finding]:
-    path = (*item.path, "use")
-    if text.kind == "class":
+        if text is None or text.kind != "class":
+            continue
         for name, (wanted, words) in _METHODS.get(item.role, {}).items():
             method = text.method(name)
             if isinstance(method, Method) and method.definition is not None:
-                yield from _wrong(ctx, method.definition, f"{item.entry.use}.{name}", wanted, words, path)
-    elif text.kind == "function" and item.role == "scorer":
-        yield from _wrong(ctx, text.definition, item.entry.use, REWARDS, "a `list[RewardEvent]`", path)
-    elif text.kind == "function" and item.role == "tool":
-        wanted, words = _METHODS["tool"]["__call__"]
-        yield from _wrong(ctx, text.definition, item.entry.use, wanted, words, path)
+                called_as = f"{item.entry.use}.{name}"
+                yield from _wrong(ctx, method.definition, called_as, wanted, words, (*item.path, "use"))
 
 
 def _wrong(
