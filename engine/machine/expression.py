@@ -346,11 +346,14 @@ class _Parser:
                 )
         return Call(start=start, end=end, name=name, target=target, args=args)
 
-    def listed(self, close: str) -> tuple[Node, ...]:
-        """Expressions up to the closing sign; a comma may follow the last one."""
+    def listed(self, close: str, *, pairs: bool = False) -> tuple[Node, ...]:
+        """Expressions up to the closing sign, or pairs of them with a colon; a comma may follow the last one."""
         items: list[Node] = []
         while not self.take(close):
             items.append(self.expression())
+            if pairs:
+                self.expect(":")
+                items.append(self.expression())
             if not self.take(","):
                 self.expect(close)
                 break
@@ -381,7 +384,8 @@ class _Parser:
             items = self.listed("]")
             return ListOf(start=token.start, end=self.tokens[self.at - 1].end, items=items)
         if self.take("{"):
-            return self.map_of(token)
+            items = self.listed("}", pairs=True)
+            return MapOf(start=token.start, end=self.tokens[self.at - 1].end, items=items)
         self.take(".")  # a leading dot asks for the outermost scope; guards have only one
         name = self.expect("", "name")
         if self.take("("):
@@ -395,14 +399,3 @@ class _Parser:
             inner = args[0]
             return Select(start=inner.start, end=inner.end, of=inner.of, field=inner.field, test=True)
         return Call(start=start, end=end, name=name.text, target=None, args=args)
-
-    def map_of(self, brace: _Token) -> Node:
-        items: list[Node] = []
-        while not self.take("}"):
-            items.append(self.expression())
-            self.expect(":")
-            items.append(self.expression())
-            if not self.take(","):
-                self.expect("}")
-                break
-        return MapOf(start=brace.start, end=self.tokens[self.at - 1].end, items=tuple(items))

@@ -91,8 +91,7 @@ class Machine:
         self.initial = resolved.initial
         self.states = resolved.states
         self.final = resolved.final
-        problems = unknown_states(resolved)
-        if problems:
+        if problems := unknown_states(resolved):
             raise SpecError(problems)
         guards = {text: Guard(text) for t in resolved.transitions if (text := t.conditions) is not None}
         shared = transitions.Machine(

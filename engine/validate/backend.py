@@ -41,11 +41,11 @@ def unsupported_sampling(ctx: CheckContext) -> Iterator[Finding]:
             yield Finding(conflict, path, "remove one of them")
 
 
-def _sampled(ctx: CheckContext) -> Iterator[tuple[BackendBase, SamplingParams, DataPath]]:
+def _sampled(ctx: CheckContext) -> list[tuple[BackendBase, SamplingParams, DataPath]]:
     """Each backend with the sampling parameters that it is sent, and their path."""
-    yield ctx.spec.backend, ctx.spec.sampling, ("sampling",)
-    for path, role in played_roles(ctx.spec).items():
-        yield role.served_by(ctx.spec), role.spec.sampling, (*path, "sampling")
+    roles = played_roles(ctx.spec).items()
+    played = [(role.served_by(ctx.spec), role.spec.sampling, (*path, "sampling")) for path, role in roles]
+    return [(ctx.spec.backend, ctx.spec.sampling, ("sampling",)), *played]
 
 
 @rule("role.no-player", "error", "nothing is installed that lets a model play a user or a judge")
@@ -77,9 +77,7 @@ def _experts(ctx: CheckContext) -> tuple[str, ExpertLayout | None] | None:
 @rule("backend.no-experts", "error", "routed experts of a model without experts")
 def no_experts(ctx: CheckContext) -> Iterator[Finding]:
     """`backend.routed_experts` with a model that has none."""
-    if not ctx.spec.backend.asks_experts:
-        return
-    experts = _experts(ctx)
+    experts = _experts(ctx) if ctx.spec.backend.asks_experts else None
     if experts is not None and experts[1] is None:
         yield Finding(
             f"the model (`{experts[0]}`) has no experts, so there is no routing to report",

@@ -121,7 +121,8 @@ class Walk:
         self.calling = any(_BY_CALLS[index] for name in self.actions.values() for index in COUNTERS_OF.get(name, ()))
         """Whether some action depends on the tool calls of the newest reply."""
         self._ranges: dict[Counts, Ranges] = {}
-        self._guards: dict[int, _Guard] = {}
+        self._guards: dict[int, tuple[Formula, tuple[int, ...], dict[tuple[int, ...], bool | None]]] = {}
+        """By id, each guard with the counters that it reads and its results by their values."""
 
     def steps(self, place: Place) -> list[WalkStep]:
         """Return every step from a place, each once."""
@@ -203,15 +204,13 @@ class Walk:
         """The result of a guard, computed once for each value of the counters that it reads; counted as `work`."""
         cached = self._guards.get(id(guard))
         if cached is None:  # keeping the guard prevents that another object gets its id
-            cached = self._guards[id(guard)] = _Guard(guard, guard.weight, _reads(guard), {})
-        reads = cached.reads
+            cached = self._guards[id(guard)] = (guard, _reads(guard), {})
+        _, reads, truths = cached
         key = tuple(counts[index] for index in reads)
-        try:
-            return cached.truths[key]
-        except KeyError:
-            (work or self.work).spend(cached.weight)
-            found = cached.truths[key] = guard.truth(self.ranges(counts))
-            return found
+        if key not in truths:
+            (work or self.work).spend(guard.weight)
+            truths[key] = guard.truth(self.ranges(counts))
+        return truths[key]
 
     def lead(self, found: list[WalkStep], place: Place, event: str, used: tuple[int, ...]) -> None:
         """Add the transitions that an event may take, in the order in which they are tried."""
@@ -231,15 +230,6 @@ class Walk:
             unsure = unsure or truth is None
         if event != FAILED:  # no transition, no guard that holds, or an error in a guard: the event `failed`
             self.lead(found, place, FAILED, used)
-
-
-class _Guard(NamedTuple):
-    """A guard, and its results by the counters that it reads."""
-
-    guard: Formula
-    weight: int
-    reads: tuple[int, ...]
-    truths: dict[tuple[int, ...], bool | None]
 
 
 def _reads(guard: Formula) -> tuple[int, ...]:
@@ -285,9 +275,7 @@ def _ranges(chart: Chart, counts: Counts, caps: Counts, *, rough: bool) -> dict[
     turns = ranges[_VARIABLES[TURNS]][1]
     ranges["tokens.sampled"] = (0.0, turns * chart.most_sampled if turns else 0.0)
     ranges["last.tokens"] = (0.0, float(chart.most_sampled))
-    ranges.update(dict.fromkeys(("tokens.context", "last.calls"), (0.0, inf)))
-    ranges["tools.errors"] = (0.0, inf)
-    return ranges
+    return ranges | dict.fromkeys(("tokens.context", "last.calls", "tools.errors"), (0.0, inf))
 
 
 MAX_WORK = 150_000

@@ -4,7 +4,6 @@ bounded, and no transition stands behind one that is always taken first."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 from engine import plugin
 from engine.actions.facts import ACTIONS
@@ -367,13 +366,12 @@ def user_after_user(ctx: CheckContext) -> Iterator[Finding]:
             waiting += sorted(new)
 
 
-class _Pair(NamedTuple):
-    """A transition of the spec for one (source, trigger), and the earlier one that is always taken instead."""
+_Pair = tuple[ResolvedTransition, ResolvedTransition | None]
+"""A transition of the spec for one (source, trigger), and the earlier one that is always taken instead."""
 
-    edge: ResolvedTransition
-    before: ResolvedTransition | None
-    same: bool
-    """Whether the two are identical."""
+
+def _same(edge: ResolvedTransition, before: ResolvedTransition | None) -> bool:
+    return before is not None and (before.conditions, before.dest) == (edge.conditions, edge.dest)
 
 
 def _guard(ctx: CheckContext, edge: ResolvedTransition) -> Formula:
@@ -391,19 +389,19 @@ def _pairs(ctx: CheckContext) -> dict[int, list[_Pair]]:
     for edge in ctx.machine.transitions:
         group = groups.setdefault((edge.source, edge.trigger), [])
         if edge.index is not None:
-            pairs.setdefault(edge.index, []).append(_settled(ctx, edge, group))
+            pairs.setdefault(edge.index, []).append((edge, _settling(ctx, edge, group)))
         group.append(edge)
     return pairs
 
 
-def _settled(ctx: CheckContext, edge: ResolvedTransition, group: list[ResolvedTransition]) -> _Pair:
-    mine = _guard(ctx, edge)
+def _settling(
+    ctx: CheckContext, edge: ResolvedTransition, group: list[ResolvedTransition]
+) -> ResolvedTransition | None:
     for before in group:
         ctx.work.spend(3)
-        same = (before.conditions, before.dest) == (edge.conditions, edge.dest)
-        if same or before.conditions is None or _implies(ctx, mine, _guard(ctx, before)):
-            return _Pair(edge, before, same)
-    return _Pair(edge, None, False)
+        if _same(edge, before) or before.conditions is None or _implies(ctx, _guard(ctx, edge), _guard(ctx, before)):
+            return before
+    return None
 
 
 def _implies(ctx: CheckContext, first: Formula, second: Formula) -> bool:
@@ -428,8 +426,8 @@ def _place(ctx: CheckContext, edge: ResolvedTransition) -> str:
 def duplicate_transition(ctx: CheckContext) -> Iterator[Finding]:
     """An earlier one has the same source, trigger, condition and destination."""
     for index, pairs in _pairs(ctx).items():
-        first = next((pair.before for pair in pairs if pair.before is not None), None)
-        if first is not None and all(pair.same for pair in pairs):
+        first = pairs[0][1]
+        if first is not None and all(_same(edge, before) for edge, before in pairs):
             yield Finding(f"this transition says the same as {_place(ctx, first)}", _path(index), "remove it")
 
 
@@ -437,12 +435,11 @@ def duplicate_transition(ctx: CheckContext) -> Iterator[Finding]:
 def shadowed(ctx: CheckContext) -> Iterator[Finding]:
     """An earlier one has no condition, or one that holds whenever this one's does."""
     for index, pairs in _pairs(ctx).items():
-        if all(pair.same for pair in pairs):
+        if all(_same(edge, before) for edge, before in pairs):
             continue
-        all_before = all(pair.before is not None for pair in pairs)
-        for pair in pairs:
-            edge, before = pair.edge, pair.before
-            if before is None or (not all_before and (edge.wildcard or pair.same)):
+        all_before = all(before is not None for _, before in pairs)
+        for edge, before in pairs:
+            if before is None or (not all_before and (edge.wildcard or _same(edge, before))):
                 continue  # a wildcard stands for the events that earlier transitions do not handle
             what = f"`{edge.trigger}` in `{edge.source}`"
             yield Finding(

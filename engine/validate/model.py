@@ -156,9 +156,8 @@ def template_patch(ctx: CheckContext) -> Iterator[Finding]:
 def no_tools(ctx: CheckContext) -> Iterator[Finding]:
     """The model does not see their schemas, so it does not know them unless the prompt describes them."""
     shown, at = _shown(ctx), tools_at(ctx)
-    if shown is None or at is None or shown.tools:
-        return
-    if ctx.spec.model.tool_calls == "auto":  # another way of writing calls is described in the prompt
+    described = ctx.spec.model.tool_calls != "auto"  # another way of writing calls is described in the prompt
+    if shown is not None and at is not None and not shown.tools and not described:
         yield Finding(
             f"the chat template of `{ctx.spec.model.path}` does not show tools: the model never sees their schemas",
             at,
@@ -171,9 +170,8 @@ def no_tools(ctx: CheckContext) -> Iterator[Finding]:
 def no_tool_role(ctx: CheckContext) -> Iterator[Finding]:
     """It drops or rejects messages of role `tool`."""
     shown = _shown(ctx)
-    if shown is None or shown.results or ctx.spec.model.tool_role == "user":
-        return
-    if ctx.calling and (ctx.spec.tools or ctx.spec.environment):
+    hidden = shown is not None and not shown.results and ctx.spec.model.tool_role != "user"
+    if hidden and ctx.calling and (ctx.spec.tools or ctx.spec.environment):
         yield Finding(
             f"the chat template of `{ctx.spec.model.path}` does not show messages of role `tool`",
             ("model", "tool_role"),
@@ -389,17 +387,14 @@ def _openings(ctx: CheckContext) -> Iterator[tuple[int, list[View]]]:
 
 def _tokens_of(ctx: CheckContext, files: ModelFiles, messages: list[View]) -> int | None:
     """The number of tokens of a conversation; None if its template or tokenizer fails."""
-    if files.template is None:
-        return None
     views = [
         {**view, "role": "user"} if view["role"] == "tool" and ctx.spec.model.tool_role == "user" else view
         for view in messages
     ]
-    text = rendered(_template(ctx, files) or files.template, _variables(ctx, files), views, trusted=files.trusted)
-    if text is None:
-        return None
-    tokenizer = _tokenizer(files, (files.source / "tokenizer.json"))
-    if tokenizer is None:
+    template = _template(ctx, files)
+    text = template and rendered(template, _variables(ctx, files), views, trusted=files.trusted)
+    tokenizer = None if text is None else _tokenizer(files, files.source / "tokenizer.json")
+    if text is None or tokenizer is None:
         return None
     ctx.work.spend(len(text) * CHARACTER)
     try:

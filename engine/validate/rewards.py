@@ -126,9 +126,9 @@ def no_such_turn(ctx: CheckContext) -> Iterator[Finding]:
     state or ends with its event."""
     kinds = [name for name, state in ctx.states.items() if state.action == "generate"]
     kinds += ACTIONS["generate"].events or ()
-    events = [(path, event.turn, event.to) for path, event in _mark_events(ctx)]
-    for path, turn, to in (*((path, item.turn, item.to) for path, item in _rules(ctx)), *events):
-        for key, address in (("turn", turn), ("to", to)):
+    places: list[tuple[DataPath, ReassignRule | RewardEvent]] = [*_rules(ctx), *_mark_events(ctx)]
+    for path, addressed in places:
+        for key, address in (("turn", addressed.turn), ("to", addressed.to)):
             if isinstance(address, TurnChoice) and address.name not in kinds:
                 yield Finding(
                     f"no turn of the model is sampled in a state `{address.name}` or ends with such an event",
@@ -360,12 +360,10 @@ def credit_group(ctx: CheckContext) -> Iterator[Finding]:
     credit, written = ctx.spec.rewards.credit, ctx.written("rewards", "credit")
     if ctx.spec.rollout.samples_per_task > 1 or not (written or ctx.spec.train):
         return
-    if credit.zero_without_group:
-        effect = "every advantage is 0"
-    elif isinstance(credit, ComparedCredit) and credit.baseline == "leave_one_out":
-        effect = "no baseline is subtracted"
-    else:
+    without_baseline = isinstance(credit, ComparedCredit) and credit.baseline == "leave_one_out"
+    if not (credit.zero_without_group or without_baseline):
         return
+    effect = "every advantage is 0" if credit.zero_without_group else "no baseline is subtracted"
     yield Finding(
         f"`{credit.method}` compares episodes of one task, and `rollout.samples_per_task` is 1: {effect}",
         ("rewards", "credit", "method") if written else ("train",),

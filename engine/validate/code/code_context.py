@@ -166,5 +166,4 @@ class CodeContext:
     @property
     def users(self) -> list[tuple[DataPath, UserSpec]]:
         """All users with their positions."""
-        users = self.spec.users_by_name.items()
-        return [(("users", name) if name else ("user",), user) for name, user in users]
+        return [(("users", name) if name else ("user",), user) for name, user in self.spec.users_by_name.items()]
