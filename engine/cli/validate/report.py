@@ -77,7 +77,7 @@ def _summary(reports: Sequence[Report]) -> str:
     severities = [item.severity for report in reports for item in report.diagnostics]
     counts = [f"{(count := severities.count(name))} {name}{'s' * (count != 1)}" for name in ("error", "warning")]
     bad = sum(report.status != 0 for report in reports)
-    kinds = [report.kind for report in reports]
+    kinds: list[str] = [report.kind for report in reports]
     counted = [(kinds.count(kind), *words) for kind, words in _KINDS.items()]
     specs = " and ".join(f"{count} {one if count == 1 else many}" for count, one, many in counted if count)
     verdict = f"{specs}, {bad} invalid" if bad else f"{specs} valid"
