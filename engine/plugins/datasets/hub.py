@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from engine.errors import StoreError
 from engine.masking import mask
@@ -67,6 +67,7 @@ def push_file(path: Path, name: str, *, rows: int, public: bool, run_id: str, co
             changed.
     """
     from huggingface_hub import CommitOperationAdd, HfApi
+    from huggingface_hub.errors import RepositoryNotFoundError
 
     import engine
 
@@ -78,7 +79,10 @@ def push_file(path: Path, name: str, *, rows: int, public: bool, run_id: str, co
     )
     with _explained(api, name):
         api.whoami()
-        before = _existing(api, name)
+        try:
+            before = api.dataset_info(name)
+        except RepositoryNotFoundError:
+            before = None
     if before is not None and not before.private and not public:
         raise StoreError(
             f"the data set {name} is public; add --public to push the run's conversations to it. Nothing is pushed"
@@ -105,16 +109,6 @@ def push_file(path: Path, name: str, *, rows: int, public: bool, run_id: str, co
             raise StoreError(f"{error}; {_removed(api, name)}") from error
         raise
     return f"{api.endpoint}/datasets/{name}"
-
-
-def _existing(api: HfApi, name: str) -> Any:
-    """What the hub says of a data set; None if there is none."""
-    from huggingface_hub.errors import RepositoryNotFoundError
-
-    try:
-        return api.dataset_info(name)
-    except RepositoryNotFoundError:
-        return None
 
 
 def _removed(api: HfApi, name: str) -> str:

@@ -127,12 +127,11 @@ def service(variable: str, environ: Mapping[str, str], seconds: float) -> Channe
         EngineError: apprise is not installed, or does not know the URL.
     """
     url = _url(variable, "services_env", environ)
-    if (robot_request := robot_of(url)) is not None:
-        request, robot = robot_request
+    if (robot := robot_of(url)) is not None:
 
         def send_by_robot(event: Event) -> None:
             try:
-                send(request, robot, event["text"], seconds)
+                send(*robot, event["text"], seconds)
             except RuntimeError as error:
                 raise RuntimeError(f"the service of {variable} did not take it: {error}") from None
 
@@ -213,13 +212,6 @@ def function(use: str, base: Path | None) -> Channel:
     return call
 
 
-class Robot(NamedTuple):
-    """A robot: its access token, and the secret with which messages are signed, if it has one."""
-
-    token: str
-    secret: str | None
-
-
 class Post(NamedTuple):
     """A request to a service."""
 
@@ -228,34 +220,34 @@ class Post(NamedTuple):
     body: dict[str, Any]
 
 
-def dingtalk(robot: Robot, text: str, now: float) -> Post:
+def dingtalk(token: str, secret: str | None, text: str, now: float) -> Post:
     """DingTalk's request: `sign` is the HMAC-SHA256 of `timestamp\\nsecret` under the secret, in base64; the timestamp
     is in milliseconds."""
-    query = {"access_token": robot.token}
-    if robot.secret is not None:
+    query = {"access_token": token}
+    if secret is not None:
         stamp = str(round(now * 1000))
-        query |= {"timestamp": stamp, "sign": _sign(robot.secret.encode(), f"{stamp}\n{robot.secret}".encode())}
+        query |= {"timestamp": stamp, "sign": _sign(secret.encode(), f"{stamp}\n{secret}".encode())}
     return Post(DINGTALK, query, {"msgtype": "text", "text": {"content": text}})
 
 
-def feishu(robot: Robot, text: str, now: float) -> Post:
+def feishu(token: str, secret: str | None, text: str, now: float) -> Post:
     """Feishu's request: `sign` is the HMAC-SHA256 of the empty message under `timestamp\\nsecret`, in base64; the
     timestamp is in seconds."""
     body: dict[str, Any] = {"msg_type": "text", "content": {"text": text}}
-    if robot.secret is not None:
+    if secret is not None:
         stamp = str(int(now))
-        body |= {"timestamp": stamp, "sign": _sign(f"{stamp}\n{robot.secret}".encode(), b"")}
-    return Post(f"{FEISHU}/{robot.token}", {}, body)
+        body |= {"timestamp": stamp, "sign": _sign(f"{stamp}\n{secret}".encode(), b"")}
+    return Post(f"{FEISHU}/{token}", {}, body)
 
 
 def _sign(key: bytes, message: bytes) -> str:
     return base64.b64encode(hmac.new(key, message, hashlib.sha256).digest()).decode()
 
 
-Request = Callable[[Robot, str, float], Post]
+Request = Callable[[str, str | None, str, float], Post]
 
 
-def robot_of(url: str) -> tuple[Request, Robot] | None:
+def robot_of(url: str) -> tuple[Request, str, str | None] | None:
     """The robot that a URL names; None if it names none.
 
         dingtalk://SECRET@TOKEN     https://oapi.dingtalk.com/robot/send?access_token=TOKEN&secret=SECRET
@@ -269,22 +261,29 @@ def robot_of(url: str) -> tuple[Request, Robot] | None:
     secret = unquote(user) or query.get("secret")
     by_scheme: dict[str, Request] = {"dingtalk": dingtalk, "feishu": feishu}
     if parts.scheme in by_scheme and place:
-        return by_scheme[parts.scheme], Robot(unquote(place), secret)
+        return by_scheme[parts.scheme], unquote(place), secret
     if url.startswith(f"{DINGTALK}?") and "access_token" in query:
-        return dingtalk, Robot(query["access_token"], secret)
+        return dingtalk, query["access_token"], secret
     if url.startswith(f"{FEISHU}/") and (token := parts.path.rpartition("/")[2]):
-        return feishu, Robot(token, secret)
+        return feishu, token, secret
     return None
 
 
-def send(request: Request, robot: Robot, text: str, seconds: float, clock: Callable[[], float] = time.time) -> None:
+def send(
+    request: Request,
+    token: str,
+    secret: str | None,
+    text: str,
+    seconds: float,
+    clock: Callable[[], float] = time.time,
+) -> None:
     """Send a message.
 
     Raises:
         RuntimeError: the service cannot be reached, or did not accept the message. The text holds neither token nor
             signature.
     """
-    asked = request(robot, text, clock())
+    asked = request(token, secret, text, clock())
     status, reply = post(asked.url, asked.body, seconds, asked.query)
     try:
         answer = json.loads(reply)

@@ -151,11 +151,10 @@ async def test_dingtalk_gets_the_text_with_its_signature(
 
 
 def test_robots_without_a_secret_send_unsigned_messages() -> None:
-    robot = channels.Robot("Token01234", None)
-    assert channels.robot_of("dingtalk://Token01234") == (channels.dingtalk, robot)
-    assert channels.robot_of("feishu://Token01234") == (channels.feishu, robot)
-    assert channels.dingtalk(robot, "x", 1.0).query == {"access_token": "Token01234"}
-    assert channels.feishu(robot, "x", 1.0).body == {"msg_type": "text", "content": {"text": "x"}}
+    assert channels.robot_of("dingtalk://Token01234") == (channels.dingtalk, "Token01234", None)
+    assert channels.robot_of("feishu://Token01234") == (channels.feishu, "Token01234", None)
+    assert channels.dingtalk("Token01234", None, "x", 1.0).query == {"access_token": "Token01234"}
+    assert channels.feishu("Token01234", None, "x", 1.0).body == {"msg_type": "text", "content": {"text": "x"}}
 
 
 @pytest.mark.parametrize(
