@@ -343,8 +343,8 @@ class StepAction(SpecCodeAction):
 
     def target(self, objects: EpisodeObjects) -> Callable[..., Any]:
         """Return what is called for an episode."""
-        own = self._function
-        step: Callable[..., Any] = objects.environment.step if own is None else own.of(objects, "step")
+        function = self._function
+        step: Callable[..., Any] = objects.environment.step if function is None else function.of(objects, "step")
         return step
 
     async def perform(self, episode: Episode, objects: EpisodeObjects) -> StepRecord:

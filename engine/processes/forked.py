@@ -94,15 +94,15 @@ class Child:
         self._note[: len(note) + 1] = note + b"\0"
 
     def _serve(self, answer: Answer, requests: int, answers: int) -> None:
-        with open(requests, "rb") as asked, open(answers, "wb") as told:
+        with open(requests, "rb") as asked, open(answers, "wb") as answered:
             while head := asked.read(_ASKED.size):
                 length, seconds = _ASKED.unpack(head)
                 request = asked.read(length)
                 with contextlib.suppress(OSError, ValueError):
                     limit_cpu(seconds + 1)  # it ends so even if its parent is gone
                 reply = answer(request, self._doing)
-                told.write(_HEAD.pack(self._token, len(reply)) + reply)
-                told.flush()
+                answered.write(_HEAD.pack(self._token, len(reply)) + reply)
+                answered.flush()
         os._exit(0)
 
     # ---- in the parent

@@ -21,7 +21,7 @@ from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import numpy as np
 import structlog
@@ -219,7 +219,7 @@ SizedImages = QwenSizes | TiledSizes
 """A processor whose results follow from an image's size and pixels."""
 
 
-class PreparedImage(NamedTuple):
+class PreparedImage(Struct, frozen=True):
     """What is kept of an image for the forward pass: its scaled pixels as bytes, which are an eighth of the tensors of
     Qwen-VL and a quarter of those of Idefics3, or the tensors themselves."""
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from engine.actions.action import bounds_of
 from engine.actions.generate import GenerateAction
-from engine.schemas.generation import FinishReason, Generation
+from engine.schemas.generation import FinishReason, Generation, SamplingParams
 from engine.schemas.limits import LimitsSpec
 from engine.schemas.message import Message
 from engine.schemas.model import ModelSpec
@@ -43,6 +43,8 @@ def action_of(form: ChatTemplate, limits: LimitsSpec) -> GenerateAction:
     spec: Any = SimpleNamespace(limits=limits, model=SimpleNamespace(context=None))
     action._most, action.bounds = limits.turn_tokens, bounds_of(action.name, spec)
     action._longest_prompt = inf if limits.episode_tokens is None else limits.episode_tokens
+    action._sampling, action._stop, action._banned, action._adapter = SamplingParams(), [], [], None
+    action._asks_experts = action._sends_messages = False
     return action
 
 
@@ -53,12 +55,13 @@ def play(form: ChatTemplate, replies: list[int], turn_tokens: int, limit: int | 
     conversation.open([Message(role="user", content="What is 17 plus 25?")])
     word = form.encode(" 17")[0]
     for turn, length in enumerate(replies):
-        episode: Any = SimpleNamespace(turn=turn - 1, conversation=conversation)
+        episode: Any = SimpleNamespace(id="t/0", turn=turn - 1, conversation=conversation, turn_seed=lambda turn: turn)
         before = len(conversation.prompt())
         if action.limit(episode) is not None:
             assert action.limit(episode) == ("episode_tokens", before)
             return
-        generation = said(form, [*[word] * length, form.stop_token_ids[0]], action._room(before))
+        room = action._request(episode, conversation, turn, {}).max_new_tokens
+        generation = said(form, [*[word] * length, form.stop_token_ids[0]], room)
         conversation.reply(generation, turn)
         yield before, conversation.length, generation.finish.type
         conversation.add([Message(role="user", content="And then?")])

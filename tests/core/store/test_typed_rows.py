@@ -40,7 +40,6 @@ OTHERS = {
     "engine/plugins/sglang/checks.py": "workers of a router",
     "engine/plugins/show/episode_report.py": "columns of a table of tokens",
     "engine/plugins/show/listing/filters.py": "rows of the index of episodes",
-    "engine/plugins/datasets/contents.py": "columns of a data set",
     "engine/plugins/adapters/reasoning_gym.py": "problems of a data set",
     "engine/plugins/adapters/verl/interactions.py": "messages of a prompt",
     "engine/tokens/vision_families.py": "tensors of the images of a sequence",

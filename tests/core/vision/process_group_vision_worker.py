@@ -48,7 +48,7 @@ def told_by(
     if process_group.main:
         give_images(vision, path)
     policy = Policy.load(model, spec, temperature=1.0, vocab=None, vision=vision, process_group=process_group)
-    learner = Learner(policy, spec, episode_tokens=64, process_group=process_group)
+    learner = Learner(policy, spec, process_group=process_group)
     encoded: list[int] = []
     policy.model.get_encoder("image").register_forward_pre_hook(
         lambda module, args, inputs: encoded.append(len(inputs["grid_thw"])), with_kwargs=True

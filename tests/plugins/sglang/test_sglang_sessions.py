@@ -243,7 +243,7 @@ async def test_an_image_is_sent_once_and_all_of_them_after_new_weights(vlm: Call
         for turn, shown in enumerate(turns):
             text = [40] if turn else PROMPT
             ids, placed = vision.expand(text + marked * len(shown), [digest_of(data) for data in shown])
-            tape.append("bridge" if turn else "prompt", ids, [(image.picture, image.start) for image in placed])
+            tape.append("bridge" if turn else "prompt", ids, placed)
             images, spans = tape.placed_images()
             generation = await it.backend.generate(request(tape.ids, images=images, image_spans=spans, turn=turn))
             assert generation.prompt_tokens == len(tape)
