@@ -135,16 +135,6 @@ class Contract(BaseModel):
         return schema
 
 
-class _OfClass:
-    """An attribute that each struct computes from its class."""
-
-    def __init__(self, value_of: Callable[[type[Struct]], Any]) -> None:
-        self._value_of = value_of
-
-    def __get__(self, instance: Any, owner: type[Struct]) -> Any:
-        return self._value_of(owner)
-
-
 @cache
 def _dataclass_of(struct: type[Struct]) -> Any:
     """A struct's twin: a dataclass with its fields and no methods, made when it is asked for first."""
@@ -165,6 +155,13 @@ def _field(default: Any) -> Any:
     return dataclasses.field(default=default)
 
 
+class _FieldsOfTwin:
+    """The fields of a struct's twin, as an attribute of its class."""
+
+    def __get__(self, instance: Any, owner: type[Struct]) -> Any:
+        return _dataclass_of(owner).__dataclass_fields__
+
+
 class Struct(msgspec.Struct, frozen=True, kw_only=True):
     """Base of what the engine makes: `class X(Struct, frozen=True, kw_only=True)`. Building one validates nothing.
 
@@ -173,8 +170,7 @@ class Struct(msgspec.Struct, frozen=True, kw_only=True):
     VersionSpan(version=0, start=0, end=4).plain()           # {"version": 0, "start": 0, "end": 4}
     """
 
-    __twin__: ClassVar = _OfClass(_dataclass_of)
-    __dataclass_fields__: ClassVar = _OfClass(lambda struct: struct.__twin__.__dataclass_fields__)
+    __dataclass_fields__: ClassVar = _FieldsOfTwin()
     """By which `dataclasses.replace`, `fields`, `asdict` and Pydantic take structs."""
     __pydantic_config__: ClassVar[ConfigDict] = _CONFIG | ConfigDict(revalidate_instances="always")
 
@@ -196,7 +192,7 @@ class Struct(msgspec.Struct, frozen=True, kw_only=True):
             return reference
         ref: str = definition.pop("ref")
         written = dict(definition)
-        read = written | {"ref": f"{ref}:twin", "cls": cls.__twin__, "slots": False, "post_init": False}
+        read = written | {"ref": f"{ref}:twin", "cls": _dataclass_of(cls), "slots": False, "post_init": False}
         twin = core_schema.definition_reference_schema(read["ref"])
         validator: Any = core_schema.json_or_python_schema(
             core_schema.no_info_after_validator_function(cls._of_twin, twin),

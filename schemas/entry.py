@@ -38,6 +38,18 @@ class Entry(Contract):
     with_: dict[str, Any] = Field(default_factory=dict, alias="with")
     """Keyword arguments for its constructor."""
 
+    @property
+    def facts(self) -> AdapterFacts | ToolAdapterFacts | None:
+        """What holds for its adapter; None: it has none."""
+        return None
+
+    @property
+    def entry(self) -> Entry:
+        """What runs and its keyword arguments: the adapter's, where there is one."""
+        if self.facts is None:
+            return self
+        return Entry(use=self.facts.runs, with_={"use": self.use, **self.with_})
+
 
 IsolationMode = Annotated[str, NameOf(point="isolation_modes", core=("thread",))]
 """Where code runs: `thread` is the core's, others are plugins'."""
@@ -243,18 +255,10 @@ class EnvironmentSpec(Entry):
 
     @property
     def facts(self) -> AdapterFacts | None:
-        """What holds for its adapter; None: it has none."""
         return None if self.adapter is None else ADAPTERS[self.adapter]
 
-    @property
-    def entry(self) -> Entry:
-        """The class that runs and its keyword arguments: the adapter's, where there is one."""
-        if self.facts is None:
-            return self
-        return Entry(use=self.facts.runs, with_={"use": self.use, **self.with_})
-
     def entry_in(self, base: Path) -> Entry:
-        """The same for a spec in the folder `base`, which an adapter is given because `use` may be a path."""
+        """`entry` for a spec in the folder `base`, which an adapter is given because `use` may be a path."""
         entry = self.entry
         return entry if self.facts is None else Entry(use=entry.use, with_={**entry.with_, "base": str(base)})
 
@@ -291,15 +295,7 @@ class ToolSpec(Entry):
 
     @property
     def facts(self) -> ToolAdapterFacts | None:
-        """What holds for its adapter; None: it has none."""
         return None if self.adapter is None else TOOL_ADAPTERS[self.adapter]
-
-    @property
-    def entry(self) -> Entry:
-        """The class or function that runs and its keyword arguments: the adapter's, where there is one."""
-        if self.facts is None:
-            return self
-        return Entry(use=self.facts.runs, with_={"use": self.use, **self.with_})
 
     @model_validator(mode="after")
     def _server(self) -> ToolSpec:

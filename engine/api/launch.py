@@ -16,7 +16,7 @@ import tempfile
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from functools import wraps
 from pathlib import Path
@@ -336,15 +336,12 @@ async def finished(work: Coroutine[Any, Any, T], stop: asyncio.Event) -> T:
 def _waited(work: Coroutine[Any, Any, T]) -> T:
     """Wait for a coroutine: here, or in a thread of its own if this thread runs an event loop. Ctrl-C cancels it, and
     is raised when it has ended."""
-    in_loop = True
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        in_loop = False
-    if not in_loop:
+    running: asyncio.AbstractEventLoop | None = None
+    with suppress(RuntimeError):
+        running = asyncio.get_running_loop()
+    if running is None:
         return asyncio.run(work)
     begun: Future[Callable[[], object]] = Future()
-    ended: Future[T] = Future()
 
     async def cancellable() -> T:
         task, loop = asyncio.current_task(), asyncio.get_running_loop()
@@ -352,21 +349,13 @@ def _waited(work: Coroutine[Any, Any, T]) -> T:
         begun.set_result(lambda: loop.call_soon_threadsafe(task.cancel))
         return await work
 
-    def target() -> None:
-        try:
-            ended.set_result(asyncio.run(cancellable()))
-        except BaseException as error:  # noqa: BLE001  (raised where `ended` is asked)
-            ended.set_exception(error)
-
-    thread = threading.Thread(target=target, name="engine")
-    thread.start()
-    with _raising_interrupts():
+    with _raising_interrupts(), ThreadPoolExecutor(1, "engine") as pool:  # which waits for its thread
+        ended = pool.submit(asyncio.run, cancellable())
         try:
             return ended.result()
         except KeyboardInterrupt:
             with suppress(RuntimeError):  # its loop is closed: the work has ended
                 begun.result()()
-            thread.join()
             raise
 
 

@@ -25,7 +25,7 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 from engine.errors import EngineError
@@ -212,12 +212,8 @@ def function(use: str, base: Path | None) -> Channel:
     return call
 
 
-class Post(NamedTuple):
-    """A request to a service."""
-
-    url: str
-    query: dict[str, str]
-    body: dict[str, Any]
+Post = tuple[str, dict[str, str], dict[str, Any]]
+"""A request to a service: URL, query and body."""
 
 
 def dingtalk(token: str, secret: str | None, text: str, now: float) -> Post:
@@ -227,7 +223,7 @@ def dingtalk(token: str, secret: str | None, text: str, now: float) -> Post:
     if secret is not None:
         stamp = str(round(now * 1000))
         query |= {"timestamp": stamp, "sign": _sign(secret.encode(), f"{stamp}\n{secret}".encode())}
-    return Post(DINGTALK, query, {"msgtype": "text", "text": {"content": text}})
+    return DINGTALK, query, {"msgtype": "text", "text": {"content": text}}
 
 
 def feishu(token: str, secret: str | None, text: str, now: float) -> Post:
@@ -237,7 +233,7 @@ def feishu(token: str, secret: str | None, text: str, now: float) -> Post:
     if secret is not None:
         stamp = str(int(now))
         body |= {"timestamp": stamp, "sign": _sign(f"{stamp}\n{secret}".encode(), b"")}
-    return Post(f"{FEISHU}/{token}", {}, body)
+    return f"{FEISHU}/{token}", {}, body
 
 
 def _sign(key: bytes, message: bytes) -> str:
@@ -269,22 +265,15 @@ def robot_of(url: str) -> tuple[Request, str, str | None] | None:
     return None
 
 
-def send(
-    request: Request,
-    token: str,
-    secret: str | None,
-    text: str,
-    seconds: float,
-    clock: Callable[[], float] = time.time,
-) -> None:
+def send(request: Request, token: str, secret: str | None, text: str, seconds: float) -> None:
     """Send a message.
 
     Raises:
         RuntimeError: the service cannot be reached, or did not accept the message. The text holds neither token nor
             signature.
     """
-    asked = request(token, secret, text, clock())
-    status, reply = post(asked.url, asked.body, seconds, asked.query)
+    url, query, body = request(token, secret, text, time.time())
+    status, reply = post(url, body, seconds, query)
     try:
         answer = json.loads(reply)
         code = answer.get("errcode", answer.get("code", answer.get("StatusCode", 0)))

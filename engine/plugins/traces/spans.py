@@ -46,7 +46,7 @@ from engine.schemas.journal import (
     ToolsRecord,
     UserRecord,
 )
-from engine.schemas.message import Message, TextPart, ToolResult
+from engine.schemas.message import Message, TextPart
 
 if TYPE_CHECKING:
     from engine.schemas.episode import EpisodeSpec
@@ -93,7 +93,7 @@ class SpanBuilder:
         end = max((_ns(entry.at + entry.seconds) for entry in journal), default=begin)
         root = self._start(f"invoke_agent {self._agent}", None, begin, self._episode_attributes(trajectory))
         inside = set_span_in_context(root)
-        replies = SpanReplies(trajectory) if self._content else None
+        replies = _replies(trajectory) if self._content else {}
         turn, place, turn_end = -1, inside, begin
         open_turn: Span | None = None
         for entry in journal:
@@ -127,15 +127,18 @@ class SpanBuilder:
         root: Span,
         trajectory: Trajectory,
         turn: int,
-        replies: SpanReplies | None,
+        replies: Mapping[int, tuple[Sequence[Message], Message]],
     ) -> None:
         """Make the spans of one journal entry."""
         begin, end, record = _ns(entry.at), _ns(entry.at + entry.seconds), entry.record
         match record:
             case GenerationRecord():
                 attributes = self._chat_attributes(record, trajectory)
-                if replies is not None:
-                    attributes |= replies.attributes(turn, record.generation.finish.type)
+                if turn in replies:
+                    shown, reply = replies[turn]
+                    said = message_json(reply) | {"finish_reason": record.generation.finish.type}
+                    attributes["gen_ai.input.messages"] = _json([message_json(message) for message in shown])
+                    attributes["gen_ai.output.messages"] = _json([said])
                 kind = SpanKind.CLIENT if self._remote else SpanKind.INTERNAL
                 span = self._start(f"chat {self._model}", place, begin, attributes, kind)
                 if record.generation.finish.type == "abort":
@@ -143,6 +146,7 @@ class SpanBuilder:
                     span.set_status(Status(StatusCode.ERROR, mask(record.generation.finish.message or "")))
                 span.end(end)
             case ToolsRecord():
+                arguments = {call.id: call.arguments for message in trajectory.messages for call in message.tool_calls}
                 for result in record.results:
                     attributes = {
                         "gen_ai.operation.name": "execute_tool",
@@ -151,9 +155,14 @@ class SpanBuilder:
                         "gen_ai.tool.call.id": result.call_id,
                         "error.type": result.error,
                     }
-                    if replies is not None:
-                        attributes["gen_ai.tool.call.arguments"] = replies.arguments(result.call_id)
-                        attributes["gen_ai.tool.call.result"] = result_json(result)
+                    if self._content:
+                        content = result.content
+                        answer = (
+                            content if isinstance(content, str) else [part.model_dump(mode="json") for part in content]
+                        )
+                        given = arguments.get(result.call_id)  # a malformed call has none
+                        attributes["gen_ai.tool.call.arguments"] = None if given is None else _json(given)
+                        attributes["gen_ai.tool.call.result"] = _json(answer)
                     span = self._start(f"execute_tool {result.name}", place, begin, attributes)
                     if result.error is not None:
                         span.set_status(Status(StatusCode.ERROR, result.error))
@@ -169,7 +178,7 @@ class SpanBuilder:
                 root.add_event("limit", limit, timestamp=begin)
             case _:
                 attributes = {"episode.state": entry.state, "episode.event": entry.event or None}
-                if isinstance(record, UserRecord) and replies is not None:
+                if isinstance(record, UserRecord) and self._content:
                     said = message_json(Message(role="user", content=record.turn.content))
                     attributes["gen_ai.output.messages"] = _json([said])
                 self._start(record.kind, place, begin, attributes).end(end)
@@ -301,38 +310,12 @@ def message_json(message: Message) -> dict[str, Any]:
     return {"role": message.role, "parts": parts}
 
 
-def result_json(result: ToolResult) -> str:
-    """Return what a tool answered, as JSON."""
-    content = result.content
-    return _json(content if isinstance(content, str) else [part.model_dump(mode="json") for part in content])
-
-
-class SpanReplies:
-    """The replies of an episode, and the messages that the model got before each.
-
-    Args:
-        trajectory: The episode.
-    """
-
-    def __init__(self, trajectory: Trajectory) -> None:
-        messages = trajectory.messages
-        said = [index for index, message in enumerate(messages) if message.role == "assistant"]
-        replies = said[len(said) - len(trajectory.turns) :] if len(said) >= len(trajectory.turns) else []
-        self._messages = messages
-        self._places = {turn.index: at for turn, at in zip(trajectory.turns, replies, strict=False)}
-        self._before = {at: before + 1 for before, at in zip([-1, *replies], replies, strict=False)}
-        self._arguments = {call.id: call.arguments for message in messages for call in message.tool_calls}
-
-    def attributes(self, turn: int, finish: str) -> dict[str, Any]:
-        """Return the messages since the turn before, and the reply; nothing if the turn has no message."""
-        at = self._places.get(turn)
-        if at is None:
-            return {}
-        shown = [message_json(message) for message in self._messages[self._before[at] : at]]
-        reply = message_json(self._messages[at]) | {"finish_reason": finish}
-        return {"gen_ai.input.messages": _json(shown), "gen_ai.output.messages": _json([reply])}
-
-    def arguments(self, call_id: str) -> str | None:
-        """Return the arguments of a call, as JSON; None if it was malformed."""
-        arguments = self._arguments.get(call_id)
-        return None if arguments is None else _json(arguments)
+def _replies(trajectory: Trajectory) -> dict[int, tuple[Sequence[Message], Message]]:
+    """For each turn that has a message: what the model was shown since the turn before, and the reply."""
+    messages = trajectory.messages
+    places = [at for at, message in enumerate(messages) if message.role == "assistant"]
+    if len(places) < len(trajectory.turns):
+        return {}
+    places = places[len(places) - len(trajectory.turns) :]
+    turns = zip(trajectory.turns, [-1, *places], places, strict=False)
+    return {turn.index: (messages[before + 1 : at], messages[at]) for turn, before, at in turns}

@@ -94,15 +94,12 @@ class TraceWriter:
 
     def episode_ended(self, trajectory: Trajectory) -> None:
         """Trace an episode that is stored. Takes about a microsecond."""
-        if trajectory.outcome.failure is not None or self._traces.of == "all":
-            self.add_id(trajectory.episode_id)
-
-    def add_id(self, episode_id: str) -> None:
-        """Trace a stored episode by its id."""
+        if trajectory.outcome.failure is None and self._traces.of == "failed":
+            return
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="traces", daemon=True)
             self._thread.start()
-        self._queue.put(episode_id)
+        self._queue.put(trajectory.episode_id)
 
     def close(self, seconds: float = CLOSE_SECONDS) -> None:
         """Write what is left, and report what could not be sent. Never raises."""
@@ -155,20 +152,16 @@ class TraceWriter:
         except Exception as error:  # noqa: BLE001  a full disk, for example
             self._problem = mask_credentials(str(error) or repr(error))
             self._unsent += len(ids)
-        if self._send is not None:
-            self._send_spans(spans, len(ids))
-
-    def _send_spans(self, spans: Sequence[ReadableSpan], episodes: int) -> None:
-        if self._send is None or self._failures >= (1 if self._closing else GIVE_UP):
-            self._unsent += episodes
+        if self._send is None:
             return
-        problem = self._send(spans)
-        if problem is None:
+        if self._failures >= (1 if self._closing else GIVE_UP):
+            self._unsent += len(ids)
+        elif (problem := self._send(spans)) is None:
             self._failures = 0
-            return
-        self._failures += 1
-        self._unsent += episodes
-        self._problem = problem
+        else:
+            self._failures += 1
+            self._unsent += len(ids)
+            self._problem = problem
 
     def _write_episode(self, trajectory: Trajectory) -> None:
         name = "finished" if trajectory.outcome.failure is None else "failed"

@@ -22,6 +22,7 @@ from pydantic_core import to_jsonable_python
 from engine.schemas.base import Struct
 from engine.schemas.message import image_part
 from engine.spec.text.diagnostic import Origin
+from engine.storable import words_of
 
 
 class RowFault(Exception):
@@ -60,19 +61,27 @@ class Rows(ABC):
 
 
 class ListRows(Rows):
-    """Rows in memory, or of an object with a length and items by position; `origin` says where a row is written, by
-    position."""
+    """Rows in memory, or of an object with a length and items by position, which the code `use` has made; `origin` says
+    where a row is written, by position."""
 
-    def __init__(self, rows: Sequence[Any], origin: Callable[[int], Origin | None] = lambda _: None) -> None:
+    def __init__(
+        self, rows: Sequence[Any], origin: Callable[[int], Origin | None] = lambda _: None, use: str = ""
+    ) -> None:
         self._rows = rows
         self._origin = origin
+        self._use = use
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def row(self, position: int) -> Row:
         """See `Rows.row`."""
-        return Row(number=position + 1, fields=self._rows[position], origin=self._origin(position))
+        try:
+            fields = self._rows[position]
+        except Exception as error:  # whatever the user's own code raises
+            message = f"`{self._use}` failed at row {position + 1}: {words_of(error)}"
+            raise RowFault(message, None, "tasks.python") from error
+        return Row(number=position + 1, fields=fields, origin=self._origin(position))
 
 
 class DatasetRows(Rows):

@@ -13,7 +13,7 @@ from engine.plugin import load
 from engine.spec.access import OUTSIDE_FIX
 from engine.spec.code.entry import EntryError, load_entry
 from engine.spec.rows.parquet_rows import ParquetRows
-from engine.spec.rows.row import DatasetRows, ListRows, Row, RowFault, Rows
+from engine.spec.rows.row import DatasetRows, ListRows, RowFault, Rows
 from engine.spec.rows.text_rows import CsvRows, JsonlRows
 from engine.spec.text.diagnostic import DataPath, Diagnostic, Origin
 from engine.spec.text.near import nearest_name, short
@@ -166,23 +166,6 @@ def _hub(loaded: LoadedSpec, limit: int | None) -> Rows:
     return ListRows(rows)
 
 
-class _PythonRows(ListRows):
-    """Rows of an object of the user's with a length and items by position."""
-
-    def __init__(self, rows: Any, use: str) -> None:
-        super().__init__(rows)
-        self._use = use
-
-    def row(self, position: int) -> Row:
-        """See `Rows.row`."""
-        try:
-            return super().row(position)
-        except Exception as error:  # whatever the user's own code raises
-            raise RowFault(
-                f"`{self._use}` failed at row {position + 1}: {words_of(error)}", None, "tasks.python"
-            ) from error
-
-
 def _python(loaded: LoadedSpec, limit: int | None) -> Rows:
     spec = loaded.spec.tasks
     use = str(spec.use)
@@ -196,7 +179,7 @@ def _python(loaded: LoadedSpec, limit: int | None) -> Rows:
     try:
         answer = source(**spec.with_)
         if hasattr(answer, "__len__") and hasattr(answer, "__getitem__") and not isinstance(answer, list | tuple):
-            return _PythonRows(answer, use)
+            return ListRows(answer, use=use)
         rows.extend(islice(answer, limit))
     except Exception as error:  # whatever the user's own code raises
         message = f"`{use}` failed at row {len(rows) + 1}: {words_of(error)}"

@@ -153,8 +153,8 @@ async def test_dingtalk_gets_the_text_with_its_signature(
 def test_robots_without_a_secret_send_unsigned_messages() -> None:
     assert channels.robot_of("dingtalk://Token01234") == (channels.dingtalk, "Token01234", None)
     assert channels.robot_of("feishu://Token01234") == (channels.feishu, "Token01234", None)
-    assert channels.dingtalk("Token01234", None, "x", 1.0).query == {"access_token": "Token01234"}
-    assert channels.feishu("Token01234", None, "x", 1.0).body == {"msg_type": "text", "content": {"text": "x"}}
+    assert channels.dingtalk("Token01234", None, "x", 1.0)[1] == {"access_token": "Token01234"}
+    assert channels.feishu("Token01234", None, "x", 1.0)[2] == {"msg_type": "text", "content": {"text": "x"}}
 
 
 @pytest.mark.parametrize(
