@@ -1,8 +1,8 @@
 """YAML text -> a tree of nodes that know where they were written.
 
-The tree is built from the parser's events, without recursion, so depth, size and aliases are bounded while
-reading. Every problem is a `Diagnostic`; nothing here raises on bad input. Trees are never changed once
-built: what edits one copies the nodes on the way.
+The tree is built from the parser's events, so depth, size and aliases are bounded while reading.
+Every problem is a `Diagnostic`; nothing here raises on bad input. Trees are never changed once built: what edits one
+copies the nodes on the way.
 """
 
 from __future__ import annotations
@@ -128,21 +128,6 @@ class Place:
         return Origin(self.file, mark.line + 1, column, self.via)
 
 
-@dataclass(slots=True)
-class _Open:
-    """A collection whose end has not come yet."""
-
-    node: Mapping | Sequence
-    anchor: str | None
-    size_before: int
-    height: int = 1
-    """Levels from here down."""
-    keyed: bool = False
-    """For a mapping: a key was read, its value comes next."""
-    key: str | None = None
-    """That key; None where it was refused."""
-
-
 split_lines = re.compile("\r\n|[\r\n\x85\u2028\u2029]").split
 """The lines of a text as the parser counts them."""
 
@@ -153,140 +138,126 @@ def parse(text: str, place: Place) -> tuple[Node | None, list[Diagnostic]]:
     Returns the tree, or None where the text is no YAML at all (or empty), and every problem that was met:
     rules `yaml.*`, of which `yaml.syntax` means that reading stopped.
     """
-    builder = _Builder(place, text)
     try:
         loader = _LOADER(text)
     except (yaml.YAMLError, UnicodeError) as error:
         return None, [_unreadable(error, text, place)]
+    builder = _Builder(place, text, loader)
     try:
-        while loader.check_event() and not builder.stopped:
-            builder.take(loader.get_event())
+        return builder.document(), builder.problems
+    except _Stopped:
+        return None, builder.problems
     except (yaml.YAMLError, UnicodeError) as error:
         mark = getattr(error, "problem_mark", None)
         if mark is not None and "maximum nesting depth" in str(error):  # libyaml from 0.2.6 looks ahead of its events
             return parse(text[: mark.index], place)
-        builder.problems.append(_unreadable(error, text, place))
-        return None, builder.problems
+        return None, [*builder.problems, _unreadable(error, text, place)]
     finally:
         loader.dispose()
-    return (None if builder.stopped else builder.root), builder.problems
+
+
+class _Stopped(Exception):
+    """Reading ends with the newest problem."""
 
 
 class _Builder:
-    def __init__(self, place: Place, text: str) -> None:
-        self.place = place
+    def __init__(self, place: Place, text: str, loader: Any) -> None:
+        self._place = place
         self._text = text
-        self.root: Node | None = None
+        self._loader = loader
         self.problems: list[Diagnostic] = []
-        self.stopped = False
-        self.documents = 0
-        self.nodes = 0
-        self.stack: list[_Open] = []
-        self.anchors: dict[str, tuple[Node, int, int]] = {}
+        self._nodes = 0
+        self._open: list[str | None] = []
+        """The anchors of the collections whose ends have not come yet."""
+        self._anchors: dict[str, tuple[Node, int, int]] = {}
         """Anchor -> the node, its size in nodes and its height in levels."""
 
     def problem(self, rule: str, message: str, fix: str | None, at: Origin, *, stop: bool = False) -> None:
         if len(self.problems) < MAX_PROBLEMS or stop:
             self.problems.append(Diagnostic(rule, "error", message, fix, at))
-        self.stopped = self.stopped or stop
+        if stop:
+            raise _Stopped
 
-    def take(self, event: Any) -> None:
-        """Take the parser's next event."""
+    def document(self) -> Node | None:
+        """The tree of the one document; None: there is none."""
+        root: Node | None = None
+        documents = 0
+        while self._loader.check_event():
+            event = self._loader.get_event()
+            if isinstance(event, yaml.NodeEvent):
+                root, _ = self._node(event)
+            elif isinstance(event, yaml.DocumentStartEvent):
+                documents += 1
+                if documents > 1:
+                    at = self._place(event.start_mark)
+                    message, fix = "a second document begins here", "keep one document in a file"
+                    self.problem("yaml.documents", message, fix, at, stop=True)
+        return root
+
+    def _node(self, event: Any) -> tuple[Node, int]:
+        """A node with all below it, and its height in levels."""
+        origin = self._place(event.start_mark)
+        if isinstance(event, yaml.AliasEvent):
+            return self._alias(event.anchor, origin)
+        before = self._nodes
         if isinstance(event, yaml.ScalarEvent):
-            self._scalar(event)
-        elif isinstance(event, yaml.MappingStartEvent | yaml.SequenceStartEvent):
-            self._begin(event)
-        elif isinstance(event, yaml.MappingEndEvent | yaml.SequenceEndEvent):
-            self._end()
-        elif isinstance(event, yaml.AliasEvent):
-            self._alias(event)
-        elif isinstance(event, yaml.DocumentStartEvent):
-            self.documents += 1
-            if self.documents > 1:
-                self.problem(
-                    "yaml.documents",
-                    "a second document begins here",
-                    "keep one document in a file",
-                    self.place(event.start_mark),
-                    stop=True,
-                )
+            self._count(1, origin)
+            node, height = self._read(event, origin), 0
+        else:
+            node, height = self._collection(event, origin)
+        if event.anchor:
+            self._anchors[event.anchor] = (node, self._nodes - before, height)
+        return node, height
 
-    def _begin(self, event: Any) -> None:
-        origin = self.place(event.start_mark)
-        is_mapping = isinstance(event, yaml.MappingStartEvent)
-        kind = "mapping" if is_mapping else "list"
+    def _collection(self, event: Any, origin: Origin) -> tuple[Node, int]:
+        node: Mapping | Sequence = Mapping(origin) if isinstance(event, yaml.MappingStartEvent) else Sequence(origin)
+        kind = "mapping" if isinstance(node, Mapping) else "list"
         if event.tag not in (None, "!", _COLLECTION_TAGS[kind]):
             message = f"the tag `{_show_tag(event.tag)}` is not known on a {kind}"
             self.problem("yaml.tag", message, "remove the tag", origin)
-        if self._too_deep(1, origin):
-            return
-        node: Mapping | Sequence = Mapping(origin) if is_mapping else Sequence(origin)
+        self._check_depth(1, origin)
         self._count(1, origin)
-        self.stack.append(_Open(node, event.anchor, self.nodes - 1))
-        if event.anchor:
-            self.anchors.pop(event.anchor, None)
+        self._open.append(event.anchor)
+        self._anchors.pop(event.anchor, None)
+        heights = [0]
+        while not isinstance(inner := self._loader.get_event(), yaml.CollectionEndEvent):
+            child, height = self._node(inner)
+            heights.append(height)
+            if isinstance(node, Sequence):
+                node.items.append(child)
+                continue
+            plain = not isinstance(inner, yaml.ScalarEvent) or (inner.implicit[0] and not inner.style)
+            key = self._key(child, node, plain)
+            value, height = self._node(self._loader.get_event())
+            heights.append(height)
+            if key is not None:
+                node.entries[key] = value
+        self._open.pop()
+        return node, max(heights) + 1
 
-    def _end(self) -> None:
-        done = self.stack.pop()
-        if done.anchor:
-            self.anchors[done.anchor] = (done.node, self.nodes - done.size_before, done.height)
-        self._put(done.node, done.height)
-
-    def _too_deep(self, levels: int, origin: Origin) -> bool:
-        if len(self.stack) + levels <= MAX_DEPTH:
-            return False
-        self.problem("yaml.depth", f"nested more than {MAX_DEPTH} deep", "flatten it", origin, stop=True)
-        return True
-
-    def _scalar(self, event: Any) -> None:
-        origin = self.place(event.start_mark)
-        self._count(1, origin)
-        node = self._read(event, origin)
-        if event.anchor:
-            self.anchors[event.anchor] = (node, 1, 0)
-        self._put(node, 0, plain_key=event.implicit[0] and not event.style)
-
-    def _alias(self, event: Any) -> None:
-        origin = self.place(event.start_mark)
-        anchored = self.anchors.get(event.anchor)
+    def _alias(self, name: str, origin: Origin) -> tuple[Node, int]:
+        anchored = self._anchors.get(name)
         if anchored is None:
-            inside = any(item.anchor == event.anchor for item in self.stack)
+            inside = name in self._open
             words = "stands inside what it names" if inside else "names nothing above it"
-            fix = "write the value out" if inside else f"mark a value with `&{event.anchor}` first"
-            self.problem("yaml.alias", f"the alias `*{event.anchor}` {words}", fix, origin)
-            self._count(1, origin)
-            self._put(Scalar(None, origin, ""), 0)
-            return
+            fix = "write the value out" if inside else f"mark a value with `&{name}` first"
+            self.problem("yaml.alias", f"the alias `*{name}` {words}", fix, origin)
+            anchored = Scalar(None, origin, ""), 1, 0
         node, size, height = anchored
         self._count(size, origin)
-        if not self._too_deep(height, origin):
-            self._put(node, height)
+        self._check_depth(height, origin)
+        return node, height
+
+    def _check_depth(self, levels: int, origin: Origin) -> None:
+        if len(self._open) + levels > MAX_DEPTH:
+            self.problem("yaml.depth", f"nested more than {MAX_DEPTH} deep", "flatten it", origin, stop=True)
 
     def _count(self, nodes: int, origin: Origin) -> None:
-        self.nodes += nodes
-        if self.nodes > MAX_NODES and not self.stopped:
-            self.problem(
-                "yaml.size",
-                f"more than {MAX_NODES:,} values, aliases written out",
-                "keep rows in a file of their own (`source: jsonl`), and do not nest aliases",
-                origin,
-                stop=True,
-            )
-
-    def _put(self, node: Node, height: int, *, plain_key: bool = True) -> None:
-        if not self.stack:
-            self.root = node
-            return
-        parent = self.stack[-1]
-        parent.height = max(parent.height, height + 1)
-        if isinstance(parent.node, Sequence):
-            parent.node.items.append(node)
-        elif not parent.keyed:
-            parent.key, parent.keyed = self._key(node, parent.node, plain_key), True
-        else:
-            if parent.key is not None:
-                parent.node.entries[parent.key] = node
-            parent.key, parent.keyed = None, False
+        self._nodes += nodes
+        if self._nodes > MAX_NODES:
+            fix = "keep rows in a file of their own (`source: jsonl`), and do not nest aliases"
+            message = f"more than {MAX_NODES:,} values, aliases written out"
+            self.problem("yaml.size", message, fix, origin, stop=True)
 
     def _key(self, node: Node, mapping: Mapping, plain: bool) -> str | None:
         """The key that a node stands for; None where it was refused, which is reported."""

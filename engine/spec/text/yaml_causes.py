@@ -29,6 +29,12 @@ _GLUED = re.compile(r"^(\s*(?:- +)?[A-Za-z_][\w-]*):(?=[^\s/:\\])")
 _NO_COLON = re.compile(r"^(\s*(?:- +)?[A-Za-z_][\w-]*)(?: +(\S.*))?$")
 _VALUE = re.compile(r"^(\s*(?:- +)?(?:[\w.-]+: +)?)(\S.*?)\s*$")
 _MISSING_COMMA = re.compile(r"""(?<=[\w"'\]}])( +)(?=[A-Za-z_][\w-]*: )""")
+_QUOTED = re.compile(
+    r"""(?:^|(?<=\s))\#.*|(?:^|(?<=[:\-,\[{]))\s*"""
+    r"""(?P<value>"(?:\\.|[^"\\])*(?P<double>"?)|'(?:''|[^'])*(?P<single>'?))"""
+)
+"""A comment, or a quoted value with the quote that ends it; the latter is empty where the line does not end the
+value."""
 _OPENERS = {"{": "}", "[": "]"}
 
 
@@ -98,11 +104,11 @@ def _repairs(lines: list[str], failed: int) -> Iterator[YamlRepair]:
 
 def _quotes(lines: list[str], at: int) -> Iterator[YamlRepair]:
     """A quote that is not closed in its line."""
-    opened = _open_quote(lines[at])
+    values = (match for match in _QUOTED.finditer(lines[at]) if match["value"])
+    opened = next((match for match in values if not (match["double"] or match["single"])), None)
     if opened is None:
         return
-    column, quote = opened
-    line = lines[at].rstrip()
+    column, quote, line = opened.start("value"), opened["value"][0], lines[at].rstrip()
     for end in (len(line), *(index for index in range(len(line) - 1, column, -1) if line[index] in ",}]")):
         yield YamlRepair(
             message="a quote is opened here and not closed",
@@ -111,28 +117,6 @@ def _quotes(lines: list[str], at: int) -> Iterator[YamlRepair]:
             column=column + 1,
             lines={at: line[:end] + quote + line[end:]},
         )
-
-
-def _open_quote(line: str) -> tuple[int, str] | None:
-    """Where a quoted value begins that the line does not close; its quote."""
-    quote, begun = "", 0
-    at = 0
-    while at < len(line):
-        char = line[at]
-        if quote:
-            if char == "\\" and quote == '"':
-                at += 1
-            elif char == quote:
-                if quote == "'" and line[at + 1 : at + 2] == "'":
-                    at += 1
-                else:
-                    quote = ""
-        elif char == "#" and (at == 0 or line[at - 1].isspace()):
-            break
-        elif char in "\"'" and (not line[:at].strip() or line[:at].rstrip()[-1:] in ":-,[{"):
-            quote, begun = char, at
-        at += 1
-    return (begun, quote) if quote else None
 
 
 def _brackets(lines: list[str], at: int) -> Iterator[YamlRepair]:
