@@ -40,11 +40,6 @@ class SectionOwner(Contract):
     """Keys of a stored run whose plugins are not installed, as they were stored."""
 
     @property
-    def unread(self) -> Mapping[str, Any]:
-        """Keys of a stored run whose plugins are not installed, with their values."""
-        return self._unread
-
-    @property
     def sections(self) -> Mapping[type[SpecSection], SpecSection]:
         """The sections that it has, by their classes."""
         return self._sections
@@ -236,7 +231,7 @@ def dump(spec: SectionOwner) -> dict[str, Any]:
             present = model.section_of(owner) if model.NULLABLE else model.or_default(owner)
             values = present and present.model_dump(mode="json", by_alias=True)
             at |= (values or {}) if section.inline else {section.keys[0]: values}
-        at |= owner.unread
+        at |= owner._unread
     return document
 
 

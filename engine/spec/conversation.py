@@ -44,7 +44,11 @@ def conversation_of(fields: Mapping[str, Any], source: PromptField) -> list[Mess
         raise RowError(f"`{source.field}` must be a list of messages, or a text; it is {_kind(rows)}")
     images = _Images(fields, source)
     messages = [_message(row, f"{source.field}[{at}]", at, images) for at, row in enumerate(rows)]
-    images.check_used()
+    if images.shown < len(images.given):
+        raise RowError(
+            f"`{source.images}` has {len(images.given)} images, and the messages show {images.shown}: "
+            f"mark each place with `{IMAGE_MARK}`"
+        )
     return messages
 
 
@@ -96,25 +100,18 @@ class _Images:
             raise RowError(f"there is no field `{source.images}`")
         if images is None:
             images = []
-        self._given = [images] if isinstance(images, str | Mapping) else images
-        if not isinstance(self._given, Sequence):
+        self.given = [images] if isinstance(images, str | Mapping) else images
+        if not isinstance(self.given, Sequence):
             raise RowError(f"`{source.images}` must be a list of images; it is {_kind(images)}")
-        self.marked = bool(self._given) or (source.images is not None and "images" in source.model_fields_set)
+        self.marked = bool(self.given) or (source.images is not None and "images" in source.model_fields_set)
         """Whether `<image>` in a text means an image."""
-        self._shown = 0
+        self.shown = 0
 
     def next(self, where: str) -> ImagePart:
-        if self._shown >= len(self._given):
-            raise RowError(f"`{where}` shows image {self._shown + 1}, and `{self._name}` has {len(self._given)}")
-        self._shown += 1
-        return image_of(self._given[self._shown - 1], f"{self._name}[{self._shown - 1}]")
-
-    def check_used(self) -> None:
-        if self._shown < len(self._given):
-            raise RowError(
-                f"`{self._name}` has {len(self._given)} images, and the messages show {self._shown}: "
-                f"mark each place with `{IMAGE_MARK}`"
-            )
+        if self.shown >= len(self.given):
+            raise RowError(f"`{where}` shows image {self.shown + 1}, and `{self._name}` has {len(self.given)}")
+        self.shown += 1
+        return image_of(self.given[self.shown - 1], f"{self._name}[{self.shown - 1}]")
 
 
 def image_of(value: Any, where: str) -> ImagePart:

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ValidationError
 from engine.plugin import BELONGS
 from engine.schemas.base import Struct
 from engine.schemas.sections import SpecSection, attach, split
+from engine.spec.references import value_at
 from engine.spec.text.diagnostic import DataPath, Diagnostic, Origin
 from engine.spec.text.problems import diagnose
 from engine.spec.text.tree import Node, Scalar
@@ -96,10 +97,7 @@ def validate(document: Document, model: type[Model]) -> tuple[Model | None, list
             by_plugin.setdefault(problem.fix if names_plugin and problem.fix else problem, problem)
         return None, list(by_plugin.values())
     for path in as_text:
-        owner = document.data
-        for key in path[:-1]:
-            owner = owner[key]
-        owner[path[-1]] = document.rereads[path]
+        value_at(document.data, path[:-1])[path[-1]] = document.rereads[path]
     rest = {path: text for path, text in document.rereads.items() if path not in as_text}
     return validate(replace(document, rereads=rest), model)
 

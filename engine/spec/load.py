@@ -12,6 +12,7 @@ files beneath this one, where mappings are merged and anything else is replaced;
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -26,7 +27,7 @@ from engine.schemas.tasks import TasksSpec
 from engine.spec.access import Access
 from engine.spec.code.entry import write_out
 from engine.spec.document import Document, Model, flatten, place_inside, validate
-from engine.spec.references import mask_all, remember_secrets
+from engine.spec.references import mask_all, remember_secrets, value_at
 from engine.spec.resolve import Resolver
 from engine.spec.text.diagnostic import SET_FILE, DataPath, Diagnostic, Origin
 from engine.spec.text.tree import split_lines
@@ -68,13 +69,10 @@ class LoadedSpec(Document, frozen=True, kw_only=True, dict=True):
                 ("tasks", *path[len(at) :]): origin for path, origin in places.items() if path[: len(at)] == at
             }
 
-        written: Any = self.data
-        for key in at:
-            written = written[key]
         return replace(
             self,
             spec=self.spec.model_copy(update={"tasks": tasks}),
-            data={**self.data, "tasks": written},
+            data={**self.data, "tasks": value_at(self.data, at)},
             origins=moved(self.origins),
             key_origins=moved(self.key_origins),
             references=moved(self.references),
@@ -87,12 +85,7 @@ class LoadedSpec(Document, frozen=True, kw_only=True, dict=True):
         a base file's paths stay relative to the base file, and those of `--set` to the current folder (where the
         shell completes them); without it, the spec's folder is meant. `~` is the home folder.
         """
-        named = Path(relative)
-        if str(relative).startswith("~"):
-            try:
-                named = named.expanduser()
-            except RuntimeError:
-                named = Path(relative)
+        named = Path(os.path.expanduser(relative))  # noqa: PTH111  (a folder of nobody's stays as it is)
         origin = self.origin(path) if path is not None else None
         if origin is None or origin.file not in self.sources:
             return Path.cwd() / named if origin and origin.file == SET_FILE else self.base / named
@@ -108,10 +101,7 @@ class LoadedSpec(Document, frozen=True, kw_only=True, dict=True):
 
         Exact for plain, quoted and block scalars; an escape inside double quotes moves it by the escape's length.
         """
-        start = self.origin(path)
-        value: Any = self.data
-        for key in path:
-            value = value[key]
+        start, value = self.origin(path), value_at(self.data, tuple(path))
         lines = [start.via.partition(" ")[2]] if start.file == SET_FILE else self._lines.get(start.file)
         if not isinstance(value, str) or lines is None:
             return start

@@ -7,6 +7,7 @@ Invariant: every field that a template names is filled, or an error says which o
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -113,25 +114,18 @@ def image_folders(files: Sequence[str], base: Path) -> list[Path]:
 
 
 def located(message: Message, folders: Sequence[Path]) -> Message:
-    """Return a message whose images have absolute paths."""
+    """Return a message whose images have absolute paths: in the first folder that has the file, else in the last."""
     if isinstance(message.content, str):
         return message
-    parts: list[ContentPart] = [
-        part if isinstance(part, TextPart) else part.model_copy(update={"image": found_image(part.image, folders)})
-        for part in message.content
-    ]
+    parts: list[ContentPart] = []
+    for part in message.content:
+        if isinstance(part, TextPart) or is_reference(part.image):
+            parts.append(part)
+        else:
+            places = [folder / part.image for folder in folders]
+            place = next(filter(os.path.isfile, places), places[-1])  # which never raises
+            parts.append(part.model_copy(update={"image": str(place)}))
     return replace(message, content=parts)
-
-
-def found_image(reference: str, folders: Sequence[Path]) -> str:
-    """A row's image reference; a relative path is taken from the first folder that has the file, else from the last."""
-    if is_reference(reference):
-        return reference
-    places = [folder / reference for folder in folders]
-    try:
-        return str(next((place for place in places if place.is_file()), places[-1]))
-    except (OSError, ValueError):  # no file can have such a name
-        return str(places[-1])
 
 
 def is_reference(image: str) -> bool:

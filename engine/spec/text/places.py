@@ -93,10 +93,9 @@ def discriminator_of(annotation: Any, info: FieldInfo | None) -> str | None:
         return info.discriminator
     if typing.get_origin(annotation) is typing.Annotated:
         for item in typing.get_args(annotation)[1:]:
-            if isinstance(item, OneOf):
-                return item.key
-            if isinstance(item, FieldInfo) and isinstance(item.discriminator, str):
-                return item.discriminator
+            key = item.key if isinstance(item, OneOf) else getattr(item, "discriminator", None)
+            if isinstance(key, str):
+                return key
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):  # a union with tags, or None
         present = [item for item in typing.get_args(annotation) if item is not type(None)]
         return discriminator_of(present[0], None) if len(present) == 1 else None

@@ -44,6 +44,12 @@ _BOUNDS = {
     "less_than": ("lt", "less than"),
     "less_than_equal": ("le", "at most"),
 }
+_EXPECTED = {
+    "finite_number": "a finite number",
+    "string_pattern_mismatch": "text that matches {pattern}",
+    "string_too_short": "text that is not empty",
+    "too_short": "a list of at least {min_length}",
+}
 _TYPES = frozenset(
     (
         *("string_type", "int_type", "int_from_float", "float_type", "bool_type", "list_type", "dict_type"),
@@ -223,14 +229,8 @@ def _expected(fault: _Fault) -> str:
     if fault.kind == "literal_error":
         options = literals(fault.spot.wanted)
         return options[0] if len(options) == 1 else f"one of {', '.join(options) or 'no names'}"
-    if fault.kind == "finite_number":
-        return "a finite number"
-    if fault.kind == "string_pattern_mismatch":
-        return f"text that matches {context['pattern']}"
-    if fault.kind == "string_too_short":
-        return "text that is not empty"
-    if fault.kind == "too_short":
-        return f"a list of at least {context['min_length']}"
+    if fault.kind in _EXPECTED:
+        return _EXPECTED[fault.kind].format(**context)
     if fault.kind in _TYPES:
         return describe(fault.spot.wanted) or _WANTED.get(fault.kind.partition("_")[0], "a mapping")
     return f"valid ({fault.words[:1].lower()}{fault.words[1:]})"
