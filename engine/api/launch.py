@@ -47,7 +47,6 @@ from engine.validate import refuse_errors, refuse_first_tasks
 
 if TYPE_CHECKING:
     from engine.runner.summary import RunResult
-    from engine.schemas.environment import Task
     from engine.schemas.journal import JournalEntry
     from engine.schemas.trajectory import Blame, Trajectory
     from engine.spec.rows.mix import TaskList
@@ -135,7 +134,11 @@ class Launch:
             loaded = store.header.loaded_spec(strict=True)
             if changes:
                 new = override_spec(loaded, changes)
-                refuse_changes(loaded, new)
+                _, refused = changes_of(loaded.spec, new.spec, resumable_keys())
+                if refused:
+                    names = ", ".join(f"`{path}`" for path in refused[:8])
+                    keys = ", ".join(f"`{key}`" for key in resumable_keys() if not key.endswith(".*")) or "nothing"
+                    raise StoreError(f"a resumed run cannot change {names}; what may change: {keys}")
                 for item in refuse_errors(new):
                     progress.warn(str(item))
                 loaded = new
@@ -214,15 +217,6 @@ class Launch:
             result.notes.append(words)
         result.notes += [*([runner.busy_calls] if runner.busy_calls else []), *_checks(stats)]
         return result
-
-
-def refuse_changes(loaded: LoadedSpec, new: LoadedSpec) -> None:
-    """Refuse values of a resumed run's spec that it cannot change. Raises: StoreError."""
-    _, refused = changes_of(loaded.spec, new.spec, resumable_keys())
-    if refused:
-        names = ", ".join(f"`{path}`" for path in refused[:8])
-        keys = ", ".join(f"`{key}`" for key in resumable_keys() if not key.endswith(".*")) or "nothing"
-        raise StoreError(f"a resumed run cannot change {names}; what may change: {keys}")
 
 
 def write_counts(folder: Path, counts: dict[str, Any], progress: Progress) -> None:
@@ -372,32 +366,24 @@ def _raising_interrupts() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-class _HeardJournal(Journal):
-    """A journal whose entries are also given to who plays the episode."""
+def _store_heard_by(heard: Callable[[JournalEntry], None]) -> type[RunStore]:
+    """The class of a store whose entries are also given to who plays the episode."""
 
-    __slots__ = ("heard",)
-    heard: Callable[[JournalEntry], None]
+    class HeardJournal(Journal):
+        __slots__ = ()
 
-    def append(self, entry: JournalEntry, encoded: EncodedRecord) -> Write:
-        self.heard(entry)
-        return super().append(entry, encoded)
+        def append(self, entry: JournalEntry, encoded: EncodedRecord) -> Write:
+            heard(entry)
+            return super().append(entry, encoded)
 
-    def hold(self, entry: JournalEntry, encoded: EncodedRecord) -> None:
-        self.heard(entry)
-        super().hold(entry, encoded)
+        def hold(self, entry: JournalEntry, encoded: EncodedRecord) -> None:
+            heard(entry)
+            super().hold(entry, encoded)
 
+    class HeardStore(RunStore):
+        journal_class = HeardJournal
 
-class _HeardStore(RunStore):
-    """The store of an episode that is played."""
-
-    journal_class = _HeardJournal
-    heard: Callable[[JournalEntry], None]
-
-    async def begin(self, task: Task, sample_index: int, *, attempt: int = 0) -> Journal:
-        journal = await super().begin(task, sample_index, attempt=attempt)
-        assert isinstance(journal, _HeardJournal)
-        journal.heard = self.heard
-        return journal
+    return HeardStore
 
 
 async def play(
@@ -427,15 +413,14 @@ async def play(
     with ExitStack() as stack:
         folder = out or stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
         changes = [*texts_of(overrides), "rollout.samples_per_task=1"]
-        launch = Launch.of(spec, changes, out=folder, progress=progress, store=_HeardStore)
+        events: asyncio.Queue[JournalEntry | None] = asyncio.Queue()
+        store = _store_heard_by(events.put_nowait)
+        launch = Launch.of(spec, changes, out=folder, progress=progress, store=store)
         places = (at for at, row in enumerate(launch.tasks) if task in (at, row.id))
         if (place := next(places, None)) is None:
             launch.store.discard()
             raise StoreError(f"the spec has no task {task!r}; it has {len(launch.tasks)} tasks")
         launch.tasks = launch.tasks.chosen(np.asarray([place]))
-        events: asyncio.Queue[JournalEntry | None] = asyncio.Queue()
-        assert isinstance(launch.store, _HeardStore)
-        launch.store.heard = events.put_nowait
         running = asyncio.ensure_future(launch.run(progress=progress, keep_going=True))
         running.add_done_callback(lambda _: events.put_nowait(None))
         try:

@@ -184,9 +184,9 @@ def speed(live: RunCounters) -> str:
     return f"{live.turns} turns · {live.turns_per_second:.1f} turns/s · {live.tokens_per_second:.0f} tokens/s"
 
 
-def running(live: RunCounters) -> list[tuple[str, int]]:
-    """The number of running episodes by state."""
-    return [(state, count) for state, count in dict(live.states).items() if count > 0]
+def running(live: RunCounters, sign: str = " ") -> list[str]:
+    """The number of running episodes by state, with a sign between the two."""
+    return [f"{state}{sign}{count}" for state, count in dict(live.states).items() if count > 0]
 
 
 def endings(live: RunCounters) -> list[str]:
@@ -252,13 +252,12 @@ class RunPanel:
     def line(self) -> str:
         """Return the panel's main numbers on one line, for logs."""
         live, summary = self._live, self._summary
-        states = " ".join(f"{state}={count}" for state, count in running(live))
         parts = [f"{summary.episodes}/{live.total} episodes", speed(live)]
         if live.eta is not None:
             parts.append(f"{duration(live.eta)} left")
         if summary.episodes:
             parts.append(f"mean reward {summary.mean_reward:.3f}")
-        parts += [*endings(live), states or "0 running", *self._warnings()]
+        parts += [*endings(live), " ".join(running(live, "=")) or "0 running", *self._warnings()]
         return " · ".join(parts)
 
     def __rich__(self) -> Group:
@@ -271,16 +270,12 @@ class RunPanel:
             Text(f"mean reward {summary.mean_reward:.3f}" if summary.episodes else ""),
             Text(f"{duration(live.seconds)}{left}", style="dim"),
         )
-        states = Text("  ".join(f"{state} {count}" for state, count in running(live)), style="cyan")
         more = [Text(line, style="yellow") for line in (*endings(live), *self._warnings())]
-        return Group(head, Text(speed(live)), states, *more)
+        return Group(head, Text(speed(live)), Text("  ".join(running(live)), style="cyan"), *more)
 
     def _warnings(self) -> list[str]:
         unchecked = self._summary.unchecked_prompts
-        return [
-            *([self._live.waits] if self._live.waits else []),
-            *([f"prompts unchecked: {unchecked:,}"] if unchecked else []),
-        ]
+        return [*filter(None, [self._live.waits, f"prompts unchecked: {unchecked:,}" if unchecked else ""])]
 
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -394,9 +389,8 @@ class TrainPanel:
             return None
         parts = [f"step {self._step + 1}/{self._steps}", self._doing]
         if self.live is not None:
-            states = " ".join(f"{state}={count}" for state, count in running(self.live))
-            parts += [f"{self.live.finished} finished", speed(self.live), *endings(self.live), states or "0 running"]
-            parts += filter(None, [self.live.waits])
+            parts += [f"{self.live.finished} finished", speed(self.live), *endings(self.live)]
+            parts += filter(None, [" ".join(running(self.live, "=")) or "0 running", self.live.waits])
         return " · ".join(parts)
 
     def __rich__(self) -> Group:
@@ -430,31 +424,24 @@ class TrainPanel:
             total = sum(seconds for _, seconds in times)
             shares = (f"{phase} {seconds:.1f} s ({100 * seconds / total:.0f}%)" for phase, seconds in times if total)
             rows.add_row("time", "  ".join(shares))
-        return Group(self._head(), rows)
-
-    def _head(self) -> Table:
+        left = "" if self.eta is None else f" · {duration(self.eta)} left"
         head = Table.grid(padding=(0, 2))
         head.add_row(
             ProgressBar(total=max(self._steps, 1), completed=self._step, width=32),
             Text(f"step {self._step}/{self._steps}"),
             Text(self._doing, style="green"),
-            Text(
-                duration(time.perf_counter() - self._began)
-                + (f" · {duration(self.eta)} left" if self.eta is not None else ""),
-                style="dim",
-            ),
+            Text(f"{duration(time.perf_counter() - self._began)}{left}", style="dim"),
         )
-        return head
+        return Group(head, rows)
 
     def _episodes(self) -> str:
         sampled = self._now.get("tokens_per_second")
         if self.live is None:
             return "–" if sampled is None else f"{sampled:.0f} tokens/s"
-        states = [f"{state} {count}" for state, count in running(self.live)]
         shown = self.live.tokens_per_second if sampled is None else sampled
         turns = f"{self.live.turns_per_second:.1f} turns/s"
-        waits = [self.live.waits] if self.live.waits else []
-        return "  ".join([*(states or ["0 running"]), turns, f"{shown:.0f} tokens/s", *endings(self.live), *waits])
+        parts = [*(running(self.live) or ["0 running"]), turns, f"{shown:.0f} tokens/s", *endings(self.live)]
+        return "  ".join(filter(None, [*parts, self.live.waits]))
 
 
 def _curve(values: deque[float]) -> Text:

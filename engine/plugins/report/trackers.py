@@ -15,7 +15,7 @@ import os
 import re
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -183,29 +183,6 @@ class Mlflow(Tracker):
         self._client.set_terminated(self._id)
 
 
-def open_tracker(name: str, folder: Path, run: str, config: Mapping[str, Any], tracking: TrackingSpec) -> Tracker:
-    """Open a tracker for a run. Arguments as those of `Tracker`; `name` is a value of `train.report_to`.
-
-    Raises:
-        TrainError: Kind `train_setup`: the tracker is not installed or could not start; the message names the package
-            to install.
-    """
-    face = next(face for face in installed().plugins.values() if name in face.trackers)
-    try:
-        tracker: Tracker = load(face.trackers[name])(folder, run, config, tracking)
-        return tracker
-    except ImportError as error:
-        install = f"pip install 'episode-engine[{name}]'" if face.name == "report" else face.install
-        raise TrainError(
-            f"train.report_to names {name}, which is not installed ({error}): {install}, or leave it out",
-            kind="train_setup",
-        ) from error
-    except Exception as error:
-        raise TrainError(
-            f"train.report_to: {name} could not start: {type(error).__name__}: {error}", kind="train_setup"
-        ) from error
-
-
 def _stored_run_id(file: Path, make: Callable[[], str]) -> str:
     """Read a run id from the file, or make one and store it."""
     if file.exists():
@@ -262,8 +239,19 @@ class TrackedTraining(TrainingObserver):
     def continued(self, step: int) -> None:
         """Send trackers the lines that they lack, and remove steps after this one."""
         lines = read_metrics(self._folder)
-        for name in self._trackers:
-            self._synchronise(name, step, lines)
+        for name, tracker in list(self._trackers.items()):
+            progress = self._progress[name]
+            if progress["sent"] > step and not tracker.truncate(step):
+                tracker.close()
+                (self._folder / f"{name}_run").unlink(missing_ok=True)  # its next run is a new one
+                progress["run"] += 1
+                progress["sent"] = -1
+                self._open(name)
+            # Steps that were buffered when the process was killed are sent again, with the same values.
+            sent = min(progress["sent"], step) - (tracker.buffers and bool(progress.get("open")))
+            for line in lines:
+                if line["step"] > sent:
+                    self._send(name, int(line["step"]), values_of(line))
         self._store_progress()
 
     def stepped(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -287,22 +275,19 @@ class TrackedTraining(TrainingObserver):
         """Open a tracker. The name of its run has a number from the second run on."""
         number = self._progress[name]["run"]
         run = self._run if number == 1 else f"{self._run}-{number}"
-        self._trackers[name] = open_tracker(name, self._folder, run, self._config, self._report.tracking)
-
-    def _synchronise(self, name: str, step: int, lines: Sequence[Mapping[str, float]]) -> None:
-        """Make a tracker show these lines and no other steps."""
-        progress, tracker = self._progress[name], self._trackers[name]
-        if progress["sent"] > step and not tracker.truncate(step):
-            tracker.close()
-            (self._folder / f"{name}_run").unlink(missing_ok=True)  # its next run is a new one
-            progress["run"] += 1
-            progress["sent"] = -1
-            self._open(name)
-        # Steps that were buffered when the process was killed are sent again, with the same values.
-        sent = min(progress["sent"], step) - (tracker.buffers and bool(progress.get("open")))
-        for line in lines:
-            if line["step"] > sent:
-                self._send(name, int(line["step"]), values_of(line))
+        face = next(face for face in installed().plugins.values() if name in face.trackers)
+        try:
+            self._trackers[name] = load(face.trackers[name])(self._folder, run, self._config, self._report.tracking)
+        except ImportError as error:
+            install = f"pip install 'episode-engine[{name}]'" if face.name == "report" else face.install
+            raise TrainError(
+                f"train.report_to names {name}, which is not installed ({error}): {install}, or leave it out",
+                kind="train_setup",
+            ) from error
+        except Exception as error:
+            raise TrainError(
+                f"train.report_to: {name} could not start: {type(error).__name__}: {error}", kind="train_setup"
+            ) from error
 
     def _send(self, name: str, step: int, values: Mapping[str, float]) -> None:
         """Send values to a tracker. A failure is logged once per tracker."""

@@ -198,11 +198,12 @@ class _Builder:
         """A node with all below it, and its height in levels."""
         origin = self._place(event.start_mark)
         if isinstance(event, yaml.AliasEvent):
-            return self._alias(event.anchor, origin)
+            return self._alias(str(event.anchor), origin)
         before = self._nodes
         if isinstance(event, yaml.ScalarEvent):
             self._count(1, origin)
-            node, height = self._read(event, origin), 0
+            node: Node = self._read(event, origin)
+            height = 0
         else:
             node, height = self._collection(event, origin)
         if event.anchor:
