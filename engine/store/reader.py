@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from msgspec.structs import replace
 from pydantic_core import from_json
@@ -101,24 +101,20 @@ class RunReader:
     @property
     def status(self) -> RunStatus:
         """The status of the run."""
-        with self.snapshot() as connection:
-            status: RunStatus = connection.execute("SELECT status FROM run").fetchone()[0]
+        status: RunStatus = self._rows("SELECT status FROM run")[0][0]
         return "stopped" if status == "running" and not is_held(self.folder) else status
 
     def finished(self) -> set[str]:
         """Return the ids of the episodes that are done."""
-        with self.snapshot() as connection:
-            return {row[0] for row in connection.execute("SELECT id FROM episodes WHERE status = 'done'")}
+        return {episode for (episode,) in self._rows("SELECT id FROM episodes WHERE status = 'done'")}
 
     def openings(self) -> list[float]:
         """Unix times at which the run was opened for writing, oldest first."""
-        with self.snapshot() as connection:
-            return [row[0] for row in connection.execute("SELECT at FROM openings ORDER BY rowid")]
+        return [at for (at,) in self._rows("SELECT at FROM openings ORDER BY rowid")]
 
     def statuses(self) -> dict[str, str]:
         """Return `pending`, `running` (begun and not done) or `done` for each episode, by its id."""
-        with self.snapshot() as connection:
-            return dict(connection.execute("SELECT id, status FROM episodes").fetchall())
+        return dict(self._rows("SELECT id, status FROM episodes"))
 
     def dropped(self) -> Dropped:
         """Return how many episodes have only their summary left, because their content was dropped to save space."""
@@ -151,8 +147,7 @@ class RunReader:
         )
         last = (-1, -1, -1)
         while True:
-            with self.snapshot() as connection:
-                rows = connection.execute(query, (score, *last)).fetchall()
+            rows = self._rows(query, score, *last)
             for *values, text in rows:
                 row = episode_row(tuple(values))
                 if score is None:
@@ -178,8 +173,7 @@ class RunReader:
             f"SELECT {EPISODE} FROM episodes WHERE task_id = ? AND "
             "task_index = (SELECT position FROM tasks WHERE id = ?) ORDER BY sample_index, number"
         )
-        with self.snapshot() as connection:
-            return [episode_row(row) for row in connection.execute(query, (task_id, task_id))]
+        return [episode_row(row) for row in self._rows(query, task_id, task_id)]
 
     def task(self, task_id: str) -> Task:
         """Return a task for which an episode was begun or planned.
@@ -187,12 +181,10 @@ class RunReader:
         Raises:
             StoreError: the run has no such id.
         """
-        with self.snapshot() as connection:
-            row = connection.execute("SELECT position, fields FROM tasks WHERE id = ?", (task_id,)).fetchone()
-        if row is None:
-            raise StoreError(f"{self.run_id} has no task `{task_id}`")
-        with decoding(self.path, task_id), codec.damaged("the task"):
-            return Task(id=task_id, index=row[0], fields=from_json(row[1]))
+        for position, fields in self._rows("SELECT position, fields FROM tasks WHERE id = ?", task_id):
+            with decoding(self.path, task_id), codec.damaged("the task"):
+                return Task(id=task_id, index=position, fields=from_json(fields))
+        raise StoreError(f"{self.run_id} has no task `{task_id}`")
 
     def journal(self, episode_id: str, attempt: int | None = None) -> list[JournalEntry]:
         """Return an episode's journal: of its newest attempt, or of the given one.
@@ -215,8 +207,7 @@ class RunReader:
             "SELECT e.id, (SELECT dest FROM journal j WHERE j.episode = e.number AND j.attempt = e.attempt "
             "ORDER BY seq DESC LIMIT 1) FROM episodes e WHERE status = 'running'"
         )
-        with self.snapshot() as connection:
-            return {episode: state or "" for episode, state in connection.execute(query)}
+        return {episode: state or "" for episode, state in self._rows(query)}
 
     def scores(self) -> list[ScoreHead]:
         """Return the heads of the run's scores by other rules, oldest first."""
@@ -328,8 +319,7 @@ class RunReader:
 
     def image_digests(self) -> list[str]:
         """Return the digests of the run's images, in the order in which they were stored."""
-        with self.snapshot() as connection:
-            return [row[0] for row in connection.execute("SELECT digest FROM images ORDER BY rowid")]
+        return [digest for (digest,) in self._rows("SELECT digest FROM images ORDER BY rowid")]
 
     def image(self, digest: str) -> StoredImage:
         """Return a stored image by its digest, `sha256:<hex>`.
@@ -337,13 +327,10 @@ class RunReader:
         Raises:
             StoreError: the run has no such image, or its bytes are damaged.
         """
-        with self.snapshot() as connection:
-            row = connection.execute(
-                "SELECT digest, mime, width, height, bytes FROM images WHERE digest = ?", (digest,)
-            ).fetchone()
-        if row is None:
+        rows = self._rows("SELECT digest, mime, width, height, bytes FROM images WHERE digest = ?", digest)
+        if not rows:
             raise StoreError(f"{self.run_id} has no image {digest}")
-        image = StoredImage(**dict(zip(StoredImage.__struct_fields__, row, strict=True)))
+        image = StoredImage(**dict(zip(StoredImage.__struct_fields__, rows[0], strict=True)))
         if digest_of(image.data) != digest:
             raise StoreError(f"{self.path}: the image {digest} is damaged")
         return image
@@ -370,6 +357,11 @@ class RunReader:
         with closing(database.connect_reader(self.path)) as connection, reading(self.path):
             connection.execute("BEGIN")  # one snapshot for everything that is read with this connection
             yield connection
+
+    def _rows(self, query: str, *values: object) -> list[Any]:
+        """The rows of one query, in a snapshot of its own."""
+        with self.snapshot() as connection:
+            return connection.execute(query, values).fetchall()
 
     def refresh(self) -> None:
         """Read what other stores of the run have since; nothing for a run of one store, of which each method reads the
@@ -399,5 +391,4 @@ class RunReader:
 
     def has_image(self, digest: str) -> bool:
         """Return whether the run has an image."""
-        with self.snapshot() as connection:
-            return connection.execute("SELECT 1 FROM images WHERE digest = ?", (digest,)).fetchone() is not None
+        return bool(self._rows("SELECT 1 FROM images WHERE digest = ?", digest))

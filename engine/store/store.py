@@ -297,9 +297,8 @@ class RunStore(RunReader):
         """
         self.close()
         try:
-            with self.snapshot() as connection:
-                if connection.execute("SELECT 1 FROM episodes LIMIT 1").fetchone() is not None:
-                    return False
+            if self._rows("SELECT 1 FROM episodes LIMIT 1"):
+                return False
         except StoreError:  # on a full disk SQLite cannot even read: the run may have episodes, so it stays
             return False
         shutil.rmtree(self.folder, ignore_errors=True)

@@ -149,10 +149,8 @@ class ShardedRun(RunReader):
             return self._noted
         if any(is_held(folder) for folder in self._own().values()):
             return "running"
-        with self.snapshot() as connection:
-            left = connection.execute("SELECT 1 FROM episodes WHERE status <> 'done' LIMIT 1").fetchone()
-            any_done = connection.execute("SELECT 1 FROM episodes LIMIT 1").fetchone()
-        if left is None and any_done is not None:
+        (counts,) = self._rows("SELECT count(*), sum(status = 'done') FROM episodes")
+        if counts[0] and counts[0] == counts[1]:
             return "done"
         said = RunReader(self.folder, self.header).status
         return "interrupted" if said == "done" else said
@@ -199,11 +197,9 @@ class ShardedRun(RunReader):
     def finished_by_store(self) -> Counter[str]:
         """Return the number of finished episodes by the name of the driver's store in which they were run; "" is the
         run's own store."""
-        with self.snapshot() as connection:
-            rows = connection.execute("SELECT source, count(*) FROM episodes WHERE status = 'done' GROUP BY source")
-            counts: Counter[str] = Counter()
-            for source, count in rows:
-                counts[driver_of(source) or source.removeprefix(f"{DRIVERS}/")] += count
+        counts: Counter[str] = Counter()
+        for source, count in self._rows("SELECT source, count(*) FROM episodes WHERE status = 'done' GROUP BY source"):
+            counts[driver_of(source) or source.removeprefix(f"{DRIVERS}/")] += count
         return counts
 
     def trajectory(self, episode_id: str, score: str | None = None) -> Trajectory:
@@ -228,8 +224,7 @@ class ShardedRun(RunReader):
         )
         last: tuple[int, str, int, int] = (-1, "", -1, -1)
         while True:
-            with self.snapshot() as connection:
-                rows = connection.execute(query, last).fetchall()
+            rows = self._rows(query, *last)
             numbers = [row[3] for row in rows]
             by_number: dict[int, Trajectory] = {}
             for source in dict.fromkeys(number // STORE for number in numbers):  # one connection for each store
@@ -299,8 +294,7 @@ class ShardedRun(RunReader):
 
     def image_digests(self) -> list[str]:
         """As in `RunReader`; in the order of digests."""
-        with self.snapshot() as connection:
-            digests = {row[0] for row in connection.execute("SELECT digest FROM image_parts")}
+        digests = {digest for (digest,) in self._rows("SELECT digest FROM image_parts")}
         return sorted(digests.union(*(reader.image_digests() for reader in self._live().values())))
 
     def image(self, digest: str) -> StoredImage:
@@ -309,10 +303,8 @@ class ShardedRun(RunReader):
         Raises:
             StoreError: no store of the run has the image.
         """
-        with self.snapshot() as connection:
-            row = connection.execute("SELECT source FROM image_parts WHERE digest = ?", (digest,)).fetchone()
-        if row is not None:
-            return self._reader_of(row[0]).image(digest)
+        for (source,) in self._rows("SELECT source FROM image_parts WHERE digest = ?", digest):
+            return self._reader_of(source).image(digest)
         for reader in self._live().values():
             if reader.has_image(digest):
                 return reader.image(digest)
