@@ -8,21 +8,17 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from typing import Protocol
+from collections.abc import Callable
 
 
-class Work(Protocol):
-    """What holds a slot."""
-
-    def start(self) -> bool:
-        """Begin, because a slot is free. It must not raise. False: it is not needed any more, and holds none."""
-        ...
+Start = Callable[[], bool]
+"""Begins work, because a slot is free. It must not raise. False: the work is not needed any more, and holds none."""
 
 
 class Slots:
     """Generation slots.
 
-        slots.take(work)        # calls work.start(), now or when a slot is free
+        slots.take(start)       # calls start(), now or when a slot is free
         slots.end()             # the work has ended
 
         async with slots:       # the same for code that waits
@@ -37,48 +33,40 @@ class Slots:
     def __init__(self, count: int) -> None:
         self.free = count
         """Number of slots that nothing holds."""
-        self._waiting: deque[Work] = deque()
+        self._waiting: deque[Start] = deque()
 
-    def take(self, work: Work) -> None:
+    def take(self, start: Start) -> None:
         """Start work when a slot is free."""
         if not self.free:
-            self._waiting.append(work)
+            self._waiting.append(start)
             return
         self.free -= 1
-        if not work.start():
+        if not start():
             self.end()
 
     def end(self) -> None:
         """Give a slot to the work that has waited longest."""
         while self._waiting:
-            if self._waiting.popleft().start():
+            if self._waiting.popleft()():
                 return
         self.free += 1
 
     async def __aenter__(self) -> None:
-        turn = _Turn()
-        self.take(turn)
+        began = asyncio.get_running_loop().create_future()
+
+        def start() -> bool:
+            needed = not began.done()
+            if needed:
+                began.set_result(None)
+            return needed
+
+        self.take(start)
         try:
-            await turn.began
+            await began
         except asyncio.CancelledError:
-            if not turn.began.cancelled():  # the slot was given already
+            if not began.cancelled():  # the slot was given already
                 self.end()
             raise
 
     async def __aexit__(self, *error: object) -> None:
         self.end()
-
-
-class _Turn:
-    """A coroutine that waits for a slot."""
-
-    __slots__ = ("began",)
-
-    def __init__(self) -> None:
-        self.began = asyncio.get_running_loop().create_future()
-
-    def start(self) -> bool:
-        if self.began.done():
-            return False
-        self.began.set_result(None)
-        return True

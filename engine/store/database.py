@@ -125,6 +125,7 @@ _WORDS = {
     "SQLITE_CONSTRAINT": "the same step was written twice",
 }
 _DAMAGED_WORDS = ("malformed", "no such table", "no such column", "not a database", "Could not decode")
+_BARRED = ("SQLITE_CANTOPEN", "SQLITE_READONLY")
 _DAMAGED = ("SQLITE_CORRUPT", "SQLITE_NOTADB", "SQLITE_IOERR_SHORT_READ", "SQLITE_IOERR_CORRUPTFS", "SQLITE_FORMAT")
 
 
@@ -141,15 +142,12 @@ def problem(path: Path | str, error: BaseException, doing: str = "read") -> Stor
     if name.startswith(_DAMAGED) or any(words in str(error) for words in _DAMAGED_WORDS):
         count = len(noted(Path(path).parent))
         had = f", which had {count} ended episodes" if count else ""
-        failure = StoreError(
+        return StoreError(
             f"{path} is damaged: a part of the file{had} cannot be read; restore it and {Path(path).name}-wal from one "
             "copy. Without a copy `sqlite3 run.db .recover` may save a part; begin a new run"
         )
-    else:
-        words = next((text for prefix, text in _WORDS.items() if name.startswith(prefix)), None)
-        failure = StoreError(f"cannot {doing} {path}: {words or error or type(error).__name__}")
-    failure.__cause__ = error
-    return failure
+    words = next((text for prefix, text in _WORDS.items() if name.startswith(prefix)), None)
+    return StoreError(f"cannot {doing} {path}: {words or error or type(error).__name__}")
 
 
 def connect_writer(path: Path) -> sqlite3.Connection:
@@ -184,17 +182,14 @@ def connect_reader(path: Path) -> sqlite3.Connection:
     _must_exist(path)
     uri = f"file:{quote(str(path.absolute()))}?mode=ro"
     try:
-        return _checked(uri, path)
-    except sqlite3.OperationalError as error:
-        # A closed run on a read-only file system has no WAL, and none can be created: nobody can write to it, so it is
-        # immutable.
-        barred = error.sqlite_errorname == "SQLITE_CANTOPEN" or error.sqlite_errorname.startswith("SQLITE_READONLY")
-        if not barred or Path(f"{path}-wal").exists():
-            raise problem(path, error) from error
-    except sqlite3.Error as error:
-        raise problem(path, error) from error
-    try:
-        return _checked(f"{uri}&immutable=1", path)
+        try:
+            return _checked(uri, path)
+        except sqlite3.OperationalError as error:
+            # A closed run on a read-only file system has no WAL, and none can be created: nobody can write to it, so it
+            # is immutable.
+            if not error.sqlite_errorname.startswith(_BARRED) or Path(f"{path}-wal").exists():
+                raise
+            return _checked(f"{uri}&immutable=1", path)
     except sqlite3.Error as error:
         raise problem(path, error) from error
 

@@ -7,7 +7,7 @@ never as the empty store in its folder.
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from difflib import get_close_matches
 from pathlib import Path
@@ -33,10 +33,21 @@ OPEN_RUN: Hook[Callable[[Path], RunReader | None]] = Hook("open_run")
 
 def list_runs(out: Path | str = "runs") -> list[Path]:
     """Return the folders of the runs under `out`, sorted by name."""
+    return folders_with(database.FILE, out)
+
+
+def folders_with(file: str, out: Path | str) -> list[Path]:
+    """Return the folders under `out` that have a file with this name, sorted by name."""
     try:
-        return sorted(entry for entry in Path(out).iterdir() if (entry / database.FILE).is_file())
+        return sorted(entry for entry in Path(out).iterdir() if (entry / file).is_file())
     except OSError:
         return []
+
+
+def named_so(word: str, folders: Sequence[Path]) -> list[Path]:
+    """Return the folder with this name; if there is none, those whose names begin so."""
+    beginning = [folder for folder in folders if word and folder.name.startswith(word)]
+    return [folder for folder in beginning if folder.name == word] or beginning
 
 
 def find_run(run: Path | str, out: Path | str = "runs") -> Path:
@@ -64,20 +75,17 @@ def find_run(run: Path | str, out: Path | str = "runs") -> Path:
         )
     if str(run) == "latest":
         return max(runs, key=_created)
-    by_id = {folder.name: folder for folder in runs}
-    if str(run) in by_id:
-        return by_id[str(run)]
-    meant = [name for name in by_id if str(run) and name.startswith(str(run))]
+    meant = named_so(str(run), runs)
     if len(meant) == 1:
-        return by_id[meant[0]]
+        return meant[0]
     if meant:
-        shown = ", ".join(meant[:5]) + (", …" if len(meant) > 5 else "")
+        shown = ", ".join(folder.name for folder in meant[:5]) + (", …" if len(meant) > 5 else "")
         raise StoreError(f"`{run}` is the beginning of {len(meant)} runs in {out}: {shown}; give more of it")
     if len(str(run)) > MAX_CHARACTERS:
         raise StoreError(
             f"no run `{str(run)[:40]}…` in {out}: the name has {len(str(run))} characters; give a run's folder or id"
         )
-    near = get_close_matches(str(run), [*by_id, "latest"], 1, 0.4)
+    near = get_close_matches(str(run), [*(folder.name for folder in runs), "latest"], 1, 0.4)
     hint = f"; did you mean `{near[0]}`?" if near else "; give a run's folder, its id, or `latest`"
     raise StoreError(f"no run `{run}` in {out}{hint}")
 
@@ -113,8 +121,7 @@ def find_elsewhere(run: str) -> Path | None:
     Raises:
         StoreError: as the plugin does, or the plugin that reads URLs is not installed.
     """
-    folders = (find(run) for find in FIND_RUN.all())
-    folder = next((folder for folder in folders if folder is not None), None)
+    folder = next(filter(None, (find(run) for find in FIND_RUN.all())), None)
     if folder is None and "://" in run and (reason := missing("sections", "rollout.shards")) is not None:
         raise StoreError(f"no run `{run}`: URLs of runs are those of shards; {reason}")
     return folder
@@ -126,8 +133,7 @@ def open_elsewhere(folder: Path) -> RunReader | None:
     Raises:
         StoreError: it cannot be read, or the plugin that reads it is not installed.
     """
-    opened = (open_run(folder) for open_run in OPEN_RUN.all())
-    reader = next((reader for reader in opened if reader is not None), None)
+    reader = next(filter(None, (open_run(folder) for open_run in OPEN_RUN.all())), None)
     if reader is None and is_divided(folder):
         reason = missing("sections", "rollout.drivers") or "no plugin reads it"
         raise StoreError(f"{folder} is a run of several drivers: {reason}")

@@ -7,7 +7,6 @@ their tools has one line.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,28 +28,22 @@ class ToolSchemas:
 
     Args:
         folder: Of the run.
+        lines: What `lines` of another object gave; by default those of the file in the folder.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, lines: Iterable[bytes] | None = None) -> None:
         """Raises: OSError: the file cannot be read."""
         self._path = folder / FILE
         self._shared: bytes | None = None
         self._own: dict[str, bytes] = {}
-        for line in self._path.read_bytes().splitlines() if self._path.exists() else ():
+        if lines is None:
+            lines = self._path.read_bytes().splitlines() if self._path.exists() else ()
+        for line in lines:
             try:
                 read = json.loads(line)
                 self._add(read["episode_id"], orjson.dumps(read["tools"]))
             except (ValueError, TypeError, KeyError):  # a kill cut it off; its episode began again
                 continue
-
-    @classmethod
-    def read(cls, lines: Iterable[bytes]) -> ToolSchemas:
-        """Return the tools that `lines` of another store line_read."""
-        made = cls(Path(os.devnull))
-        for line in lines:
-            line_read = orjson.loads(line)
-            made._add(line_read["episode_id"], orjson.dumps(line_read["tools"]))
-        return made
 
     def lines(self, episodes: Iterable[str]) -> list[bytes]:
         """The lines of a file that has the tools of these episodes."""

@@ -24,7 +24,7 @@ from pydantic import ValidationError
 from engine.errors import TrainError
 from engine.store import RunHeader, RunStore
 from engine.store.database import FILE as RUN_FILE
-from engine.store.find import is_file
+from engine.store.find import folders_with, is_file, named_so
 from engine.store.lock import FILE as LOCK_FILE
 from engine.store.private import private_file, private_folder
 
@@ -86,10 +86,7 @@ def discard(folder: Path) -> bool:
 
 def trainings(out: Path) -> list[Path]:
     """The folders of all trainings under `out`, sorted by name."""
-    try:
-        return sorted(entry for entry in out.iterdir() if (entry / _HEADER).is_file())
-    except OSError:
-        return []
+    return folders_with(_HEADER, out)
 
 
 def find_training(word: str, out: Path) -> Path:
@@ -104,14 +101,13 @@ def find_training(word: str, out: Path) -> Path:
     all_trainings = trainings(out)
     if word == "latest" and all_trainings:
         return max(all_trainings, key=lambda folder: (folder / _HEADER).stat().st_mtime)
-    begun_so = [folder for folder in all_trainings if word and folder.name.startswith(word)]
-    chosen = [folder for folder in begun_so if folder.name == word] or begun_so
-    if len(chosen) == 1:
-        return chosen[0]
-    if begun_so:
-        shown = ", ".join(folder.name for folder in begun_so[:5])
+    meant = named_so(word, all_trainings)
+    if len(meant) == 1:
+        return meant[0]
+    if meant:
+        shown = ", ".join(folder.name for folder in meant[:5])
         raise TrainError(
-            f"{len(begun_so)} trainings begin with `{word}`: {shown}; give more of the id", kind="train_setup"
+            f"{len(meant)} trainings begin with `{word}`: {shown}; give more of the id", kind="train_setup"
         )
     raise TrainError(
         f"no training `{word}` in {out}; give its folder, its id, or `latest` (`engine train SPEC` starts one)",

@@ -28,13 +28,6 @@ OLDEST = (2, 52)
 TOKEN = "RAY_AUTH_TOKEN"
 
 
-class ClusterError(EngineError):
-    """Ray is not installed, or its cluster cannot be reached."""
-
-    kind = "cluster"
-    blame = "spec"
-
-
 @contextmanager
 def cluster(drivers: int) -> Iterator[Any]:
     """Yield the module `ray`, connected to a cluster. A cluster that was started here ends with the block.
@@ -43,7 +36,7 @@ def cluster(drivers: int) -> Iterator[Any]:
         drivers: Number of drivers: a cluster on this machine has room for so many.
 
     Raises:
-        ClusterError: Ray is not installed, or the cluster cannot be reached.
+        EngineError: Ray is not installed, or the cluster cannot be reached.
     """
     address = os.environ.get(ADDRESS)
     os.environ.setdefault(
@@ -70,19 +63,24 @@ def _connected(address: str | None, drivers: int) -> Any:
     """The module `ray`, connected to the cluster at an address, or to one that is started.
 
     Raises:
-        ClusterError: it is not installed, is too old, or cannot be used.
+        EngineError: it is not installed, is too old, or cannot be used.
     """
     try:
         import ray
     except ImportError:
-        raise ClusterError(
+        raise EngineError(
             "`rollout.drivers` needs Ray: pip install 'episode-engine[ray]', or run one driver (--set "
-            "rollout.drivers=1)"
+            "rollout.drivers=1)",
+            kind="cluster",
+            blame="spec",
         ) from None
     if tuple(int(part) for part in ray.__version__.split(".")[:2]) < OLDEST:
-        raise ClusterError(
+        raise EngineError(
             f"Ray {ray.__version__} runs the code of every client that reaches its ports; pip install "
-            f"'episode-engine[ray]' (Ray {OLDEST[0]}.{OLDEST[1]} or newer), or run one driver (--set rollout.drivers=1)"
+            f"'episode-engine[ray]' (Ray {OLDEST[0]}.{OLDEST[1]} or newer), or run one driver (--set "
+            "rollout.drivers=1)",
+            kind="cluster",
+            blame="spec",
         )
     common: dict[str, Any] = {"logging_level": "error", "log_to_driver": False}
     try:
@@ -93,12 +91,13 @@ def _connected(address: str | None, drivers: int) -> Any:
                 cpus = max(drivers, os.cpu_count() or 1)
                 ray.init(address="local", num_cpus=cpus, include_dashboard=False, **common)
             _check_private(ray)
-    except ClusterError:
+    except EngineError:
         ray.shutdown()
         raise
     except Exception as error:
         where = f"the cluster at {ADDRESS}={address}" if address else "a cluster on this machine"
-        raise ClusterError(f"Ray cannot use {where}: {type(error).__name__}: {error}") from error
+        words = f"Ray cannot use {where}: {type(error).__name__}: {error}"
+        raise EngineError(words, kind="cluster", blame="spec") from error
     return ray
 
 
@@ -148,15 +147,17 @@ def _check_private(ray: Any) -> None:
     """Refuse a cluster of this process that others could use.
 
     Raises:
-        ClusterError: it listens on other interfaces, or asks for no token.
+        EngineError: it listens on other interfaces, or asks for no token.
     """
     address = ray.get_runtime_context().gcs_address
     mode = ray._raylet.get_authentication_mode()
     if address.startswith("127.0.0.1:") and mode == ray._raylet.AuthenticationMode.TOKEN:
         return
-    raise ClusterError(
+    raise EngineError(
         f"Ray {ray.__version__} started a cluster at {address} with authentication {mode}: others could run code on "
-        f"it. Start the command in a process that has not imported ray, or name a cluster with {ADDRESS}"
+        f"it. Start the command in a process that has not imported ray, or name a cluster with {ADDRESS}",
+        kind="cluster",
+        blame="spec",
     )
 
 

@@ -283,9 +283,8 @@ class ShardedRun(RunReader):
             if source not in schemas:
                 reader = self._reader_of(source)
                 if self._sources[source][1]:
-                    with reader.snapshot() as connection:
-                        rows = connection.execute(f"SELECT line FROM {TOOLS} ORDER BY rowid").fetchall()
-                    schemas[source] = ToolSchemas.read(line for (line,) in rows).of
+                    rows = reader._rows(f"SELECT line FROM {TOOLS} ORDER BY rowid")
+                    schemas[source] = ToolSchemas(reader.folder, (line for (line,) in rows)).of
                 else:
                     schemas[source] = reader.tool_schemas()
             return schemas[source](episode_id)

@@ -26,6 +26,7 @@ from engine.actions.calling.host import (
     SpecCode,
     bad_tool,
 )
+from engine.errors import EngineError
 from engine.plugins.isolation.child import RAISED, VALUE
 from engine.plugins.isolation.remote import (
     START_SECONDS,
@@ -37,7 +38,7 @@ from engine.plugins.isolation.remote import (
     read_error,
     shape_from,
 )
-from engine.plugins.isolation.workers import CodeWorker, IsolationError, Limits, WorkerLost, ZygoteClient
+from engine.plugins.isolation.workers import CodeWorker, Limits, WorkerLost, ZygoteClient
 from engine.schemas.entry import IsolationSpec
 from engine.spec.code.entry import EntryError
 from engine.spec.code.signature import ToolShape
@@ -66,7 +67,7 @@ class ProcessCode(SpecCode):
         workers: Maximum number of its workers; None: that of a function for a function, and none for a class.
 
     Raises:
-        IsolationError: the description is not one.
+        EngineError: the description is not one.
     """
 
     def __init__(
@@ -81,7 +82,8 @@ class ProcessCode(SpecCode):
             self._shape = None if answer["tool"] is None else shape_from(answer["tool"])
             self._problem = str(answer["problem"] or "it cannot be called")
         except (ValueError, KeyError, TypeError) as error:
-            raise IsolationError(f"the worker that imported `{origin.use}` described it wrongly: {error}") from error
+            words = f"the worker that imported `{origin.use}` described it wrongly: {error}"
+            raise EngineError(words, kind="isolation", blame="spec") from error
         is_function = origin.role == "function" or (origin.role == "tool" and not self.is_class)
         self.pool = CellPool(zygote, limits, workers or (FUNCTION_WORKERS if is_function else None))
 
@@ -139,7 +141,7 @@ class Isolation(CodeHost):
 
         Raises:
             EntryError: it cannot be imported, or importing it ends the process or takes too long.
-            IsolationError: a limit cannot take effect here.
+            EngineError: a limit cannot take effect here.
         """
         self._zygote.folders.update((str(origin.base.resolve()), str(Path().resolve())))
         limits = self.limits_of(isolation)

@@ -54,10 +54,6 @@ _KIND = re.compile(r"[a-z_]{1,40}")
 _ids = count(1)
 
 
-class RemoteError(Exception):
-    """An exception of code in a worker, with its message."""
-
-
 class Cell:
     """Holds one worker at a time."""
 
@@ -239,7 +235,7 @@ class RemoteObject(HostedObject):
                 kind=f"{self._blame}_error",
                 trace=report["trace"],
             )
-            raise error from RemoteError(report["message"])
+            raise error from RuntimeError(report["message"])
         if kind != VALUE:
             raise self._bad(f"{doing} it", "answered in a form that breaks the protocol", self._blame)
         return text
@@ -335,14 +331,14 @@ class RemoteObject(HostedObject):
         if report["kind"] is not None and _KIND.fullmatch(report["kind"]):
             kind, message = report["kind"], report["message"]
         error = SpecCodeError(message, blame=blame, kind=kind, trace=report["trace"])
-        error.__cause__ = RemoteError(f"{report['message'] or report['type']}{memory}")
+        error.__cause__ = RuntimeError(f"{report['message'] or report['type']}{memory}")
         return error
 
     def _failure(self, lost: WorkerLost, what: str, blame: Blame) -> SpecCodeError:
         hint = "; give it a longer deadline or make it faster" if lost.why == "timeout" else ""
         printed = f"printed last:\n{lost.printed}" if lost.printed else None
         error = SpecCodeError(f"{what} {lost.words}{hint}", blame=blame, kind=f"{blame}_{lost.why}", trace=printed)
-        error.__cause__ = RemoteError(f"it {lost.words}")
+        error.__cause__ = RuntimeError(f"it {lost.words}")
         if not lost.later:
             self._cell.cause = error
         return error

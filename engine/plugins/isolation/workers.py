@@ -41,13 +41,6 @@ _DEATH_SECONDS = 10.0
 """Seconds to wait for the exit status of a process whose socket is closed."""
 
 
-class IsolationError(EngineError):
-    """Worker processes cannot be started, or a limit cannot take effect; the message says what to change."""
-
-    kind = "isolation"
-    blame = "spec"
-
-
 @dataclass(frozen=True)
 class Limits:
     """Limits of one worker. Workers with equal limits are interchangeable."""
@@ -136,7 +129,8 @@ class ZygoteClient:
         ended, self._ended = self._ended, {}
         for future in asked.values():
             if not future.done():
-                future.set_exception(IsolationError("the process that starts workers ended; workers are lost"))
+                words = "the process that starts workers ended; workers are lost"
+                future.set_exception(EngineError(words, kind="isolation", blame="spec"))
         for end in ended.values():
             end(-9)
 
@@ -147,7 +141,7 @@ class ZygoteClient:
         control.send(message, descriptors)
         answer = await future
         if answer["told"] == "refused":
-            raise IsolationError(answer["message"])
+            raise EngineError(answer["message"], kind="isolation", blame="spec")
         return answer
 
     async def fork(self, limits: Limits, channel: int, output: int, ended: Callable[[int], None]) -> tuple[int, int]:
@@ -163,7 +157,7 @@ class ZygoteClient:
             (the worker's id, its pid)
 
         Raises:
-            IsolationError: a limit cannot take effect here, or no process can be started.
+            EngineError: a limit cannot take effect here, or no process can be started.
         """
         self._attach()
         plan = (limits.key, len(self.folders))
@@ -258,7 +252,7 @@ class CodeWorker:
         """Fork the process.
 
         Raises:
-            IsolationError: a limit cannot take effect here, or no process can be started.
+            EngineError: a limit cannot take effect here, or no process can be started.
         """
         ours, theirs = socket.socketpair()
         output, printed = os.pipe()

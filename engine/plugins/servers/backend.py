@@ -168,7 +168,7 @@ class ServersBackend(Backend):
         if special and (preparing := self.prepare(request)) is not None:
             await preparing
         call = ReplyCall(self, request, slots)
-        slots.take(call)
+        slots.take(call.start)
         try:
             await call.over
             return call.generation or await self._go_on(call)

@@ -25,7 +25,7 @@ def test_ending_work_starts_the_work_that_has_waited_longest() -> None:
     started: list[str] = []
     slots = Slots(1)
     for name in ("first", "second", "third"):
-        slots.take(_Work(name, started))
+        slots.take(_Work(name, started).start)
     assert started == ["first"]
     slots.end()
     assert started == ["first", "second"]
@@ -37,11 +37,11 @@ def test_ending_work_starts_the_work_that_has_waited_longest() -> None:
 def test_work_that_is_not_needed_any_more_holds_no_slot() -> None:
     started: list[str] = []
     slots = Slots(1)
-    slots.take(_Work("given up", started, needed=False))
+    slots.take(_Work("given up", started, needed=False).start)
     assert slots.free == 1
-    slots.take(_Work("first", started))
-    slots.take(_Work("given up", started, needed=False))
-    slots.take(_Work("second", started))
+    slots.take(_Work("first", started).start)
+    slots.take(_Work("given up", started, needed=False).start)
+    slots.take(_Work("second", started).start)
     slots.end()
     assert (started, slots.free) == (["first", "second"], 0)
 

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from engine.plugins.drivers.cluster import ADDRESS, TOKEN, ClusterError, cluster
+from engine.errors import EngineError
+from engine.plugins.drivers.cluster import ADDRESS, TOKEN, cluster
 from engine.plugins.drivers.session import Setup, prepare_process
 
 HERE = """
@@ -133,7 +134,7 @@ def test_a_ray_that_runs_the_code_of_every_client_is_refused(monkeypatch: pytest
     monkeypatch.delenv(ADDRESS, raising=False)
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     with (
-        pytest.raises(ClusterError, match=r"Ray 2.50.0 runs the code of every client.* \(Ray 2.52 or newer\)"),
+        pytest.raises(EngineError, match=r"Ray 2.50.0 runs the code of every client.* \(Ray 2.52 or newer\)"),
         cluster(2),
     ):
         pass

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from engine.plugins.isolation.workers import IsolationError
+from engine.errors import EngineError
 from engine.schemas.trajectory import Trajectory
 from engine.spec.code.entry import EntryError
 from engine.spec.load import load_spec
@@ -198,7 +198,7 @@ async def test_a_module_that_ends_its_process_at_import_is_named(
 async def test_a_limit_that_cannot_bind_is_refused(
     limits: dict[str, Any], words: str, write: Callable[..., Path], run_here: Callable[..., Any]
 ) -> None:
-    with pytest.raises(IsolationError, match=words):
+    with pytest.raises(EngineError, match=words):
         await run_here(write([{"id": "healthy"}], isolation={"mode": "process", **limits}))
 
 
