@@ -10,7 +10,6 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 
-
 Start = Callable[[], bool]
 """Begins work, because a slot is free. It must not raise. False: the work is not needed any more, and holds none."""
 
