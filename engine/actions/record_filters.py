@@ -59,11 +59,10 @@ class TextCutter:
         self._mark = limits.tool_result_mark
         self._template = template
         if self._count(self._marked(10**12)) > self._most:
-            fault = EngineError(
+            words = (
                 f"`limits.tool_result_mark` has more than `limits.tool_result_tokens: {self._most}` tokens; shorten it"
             )
-            fault.kind, fault.blame = "bad_limit", "spec"
-            raise fault
+            raise EngineError(words, kind="bad_limit", blame="spec")
 
     def cut(self, record: Record) -> Record:
         """The record with its texts cut; the same object if none is too long."""

@@ -15,7 +15,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 import msgspec
 import structlog
@@ -34,9 +34,7 @@ from engine.store.store import episode_id_of
 from engine.tokens.reply_parser import call_tokens, text_tokens
 
 if TYPE_CHECKING:
-    from engine.machine.machine import Machine
-    from engine.rewards.ledger import Rules
-    from engine.schemas.episode import EpisodeSpec
+    from engine.episode.compiled import CompiledSpec
     from engine.schemas.journal import JournalEntry, Record
     from engine.schemas.reward import PartAddress, TurnChoice
     from engine.tokens.conversation import Conversation
@@ -50,20 +48,6 @@ _RARE = frozenset({"user_tokens", "unreceived_replies", "condensations", "images
 
 _NO_BLOCKS: dict[int, str] = {}
 _NO_FEEDBACK: dict[str, Any] = {"solved": False, "satisfied": False, "malformed": False}
-
-
-class Compiled(Protocol):
-    """What an episode needs of `engine.episode.compiled.CompiledSpec`."""
-
-    spec: EpisodeSpec
-    machine: Machine
-    rules: Rules
-    actions: Mapping[str, Any]
-    """By state; `apply(episode, record)` of each gives the event."""
-    limit_values: dict[str, int | float]
-    """The `limits` variable of guards."""
-    shows_written: bool
-    """Whether views show the newest reply as it was sampled."""
 
 
 def derive_seed(*parts: object) -> int:
@@ -141,7 +125,7 @@ class Episode:
         "untrained",
     )
 
-    def __init__(self, compiled: Compiled, task: Task, sample_index: int, conversation: Conversation) -> None:
+    def __init__(self, compiled: CompiledSpec, task: Task, sample_index: int, conversation: Conversation) -> None:
         self.compiled = compiled
         self.id = episode_id_of(task.id, sample_index)
         self.task = task

@@ -201,14 +201,6 @@ class RunReader:
         with decoding(self.path, episode_id):
             return [codec.read_entry(entry) for entry in rows]
 
-    def current_states(self) -> dict[str, str]:
-        """Return the current state of each unfinished episode (after its newest journal entry), by id."""
-        query = (
-            "SELECT e.id, (SELECT dest FROM journal j WHERE j.episode = e.number AND j.attempt = e.attempt "
-            "ORDER BY seq DESC LIMIT 1) FROM episodes e WHERE status = 'running'"
-        )
-        return {episode: state or "" for episode, state in self._rows(query)}
-
     def scores(self) -> list[ScoreHead]:
         """Return the heads of the run's scores by other rules, oldest first."""
         with self.snapshot() as connection:

@@ -162,9 +162,7 @@ class CodeHost(ABC):
 
 def bad_tool(use: str, why: object) -> EngineError:
     """The error of a function or object that is no valid tool."""
-    fault = EngineError(f"{use}: {why}")
-    fault.kind, fault.blame = "bad_tool", "spec"
-    return fault
+    return EngineError(f"{use}: {why}", kind="bad_tool", blame="spec")
 
 
 class CodeHere(SpecCode):

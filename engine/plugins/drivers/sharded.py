@@ -179,12 +179,6 @@ class ShardedRun(RunReader):
                     return entries
         return []
 
-    def current_states(self) -> dict[str, str]:
-        """As in `RunReader`."""
-        running = {row.id: row.number // STORE for row in self.episodes() if row.status == "running"}
-        states = {source: reader.current_states() for source, reader in self._live().items()}
-        return {episode: states.get(source, {}).get(episode, "") for episode, source in running.items()}
-
     def begun(self) -> dict[str, tuple[str, int]]:
         """Return the episodes that were begun and not finished: the name of the driver's store (as `finished_by_store`)
         and the attempt of each."""

@@ -270,29 +270,3 @@ def record_batch(rows: Sequence[Columns]) -> pa.RecordBatch:
         None if experts is None else pack_experts(experts) for experts in values["routed_experts"]
     ]
     return pa.RecordBatch.from_arrays([pa.array(values[field.name], field.type) for field in schema], schema=schema)
-
-
-def describe_types() -> dict[str, str]:
-    """Return the type of every column in words, such as `list of int32`, by the column's path."""
-    import pyarrow as pa
-
-    types: dict[str, str] = {}
-
-    def visit(path: str, type_: pa.DataType) -> None:
-        types[path] = _type_in_words(type_)
-        inner = type_.value_type if pa.types.is_list(type_) else type_
-        if pa.types.is_struct(inner):
-            for field in inner:
-                visit(f"{path}.{field.name}", field.type)
-
-    for column in arrow_schema():
-        visit(column.name, column.type)
-    return types
-
-
-def _type_in_words(type_: pa.DataType) -> str:
-    import pyarrow as pa
-
-    if pa.types.is_list(type_):
-        return f"list of {_type_in_words(type_.value_type)}"
-    return "struct" if pa.types.is_struct(type_) else str(type_)

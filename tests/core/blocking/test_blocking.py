@@ -244,7 +244,9 @@ def _waits(folder: Path, count: int) -> Path | None:
     """The folder's run, once so many episodes are all that is left and have called their tools."""
     for run in list_runs(folder / "runs"):
         store = RunStore.open(run, readonly=True)
-        if len(store.finished()) == HEALTHY and list(store.current_states().values()) == ["AWAITING_TOOL"] * count:
+        running = [key for key, status in store.statuses().items() if status == "running"]
+        states = [entries[-1].dest for key in running if (entries := store.journal(key))]
+        if len(store.finished()) == HEALTHY and states == ["AWAITING_TOOL"] * count:
             return run
     return None
 

@@ -67,7 +67,7 @@ async def test_stopping_leaves_what_is_finished_and_resume_does_the_rest(make_sp
     spec_code.CALLS.clear()
 
     store = RunStore.open(part.store.folder)
-    kept = {key: store.journal(key) for key in store.current_states()}
+    kept = {key: store.journal(key) for key, status in store.statuses().items() if status == "running"}
     backend = open_backend(part.loaded, part.template)
     runner = Runner(part.loaded, load_tasks(part.loaded), part.template, backend, store)
     result = await runner.run()

@@ -137,8 +137,7 @@ async def test_a_run_that_goes_on_is_read_as_it_is(tmp_path: Path) -> None:
         await write_entries(begun, make_entry(0))
         read = RunStore.open(run, readonly=True)
         assert read.status == "running"
-        assert read.current_states() == {"t0/0": "GENERATING"}
-        assert len(read.journal("t0/0")) == 1
+        assert [entry.dest for entry in read.journal("t0/0")] == ["GENERATING"]
         row = listing.page().rows[0]
         assert (row.status, row.state) == ("running", "GENERATING")
         await write_entries(begun, make_entry(1))
