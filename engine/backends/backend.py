@@ -1,7 +1,9 @@
 """The base class of backends.
 
-Invariant: token ids go in, and token ids with log-probs, or a typed error, come out. A backend knows nothing of tools,
-rewards or machines.
+Invariants:
+- Token ids go in, and token ids with log-probs, or a typed error, come out.
+- A backend knows nothing of tools, rewards or machines.
+- A trainer alone gives servers weights; after `follow(weights)` no request is answered with older ones.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
-from engine.backends.weights import ServerWeights
+from engine.schemas.base import Struct
 from engine.schemas.generation import GenerateRequest, Generation, SamplingParams
 
 if TYPE_CHECKING:
@@ -22,6 +24,35 @@ if TYPE_CHECKING:
     from engine.schemas.backend import BackendBase
     from engine.spec.load import LoadedSpec
     from engine.tokens.template import ChatTemplate
+
+
+class ServerWeights(Struct, frozen=True, kw_only=True):
+    """The weights that a trainer has given to servers."""
+
+    version: int
+    prefixes: str | None = None
+    """Name of the weights that computed the cached prefixes that requests may use; None: all of them."""
+
+
+class GivenWeights:
+    """Which weights the servers were given. These are given none: a subclass says what they are given."""
+
+    expected: str | None = None
+    """Name of the weights that every request sent from now on must be sampled with; None: any."""
+    prefixes: str | None = None
+    """Name of the weights that computed the cached prefixes that requests may use from now on; None: all of them."""
+
+    def accepts(self, version: str, expected: str) -> bool:
+        """Whether a reply may be sampled with the weights `version`, if `expected` was expected when it was
+        requested."""
+        return version == expected
+
+
+class PolicyAdapter(Struct, frozen=True, kw_only=True):
+    """The LoRA adapter under training: requests that name no adapter are sampled with it."""
+
+    name: str
+    version: int
 
 
 class Sampler(Protocol):

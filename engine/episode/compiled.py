@@ -53,7 +53,7 @@ class CompiledSpec:
         self.actions = actions
         """By state; states without an action are left out."""
         self.rules = Rules(spec.rewards.reassign)
-        self.limit_values = limit_values(spec.limits)
+        self.limit_values: dict[str, int | float] = limit_values(spec.limits)
         """The `limits` variable of guards."""
         self.makes_room = frozenset(state for state in machine.states if machine.resolved.leaving(state, OVERFLOW))
         """The states that handle the event `overflow`."""

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from engine.api.progress import Progress
-    from engine.backends.weights import ServerWeights
+    from engine.backends.backend import ServerWeights
     from engine.runner.counters import RunCounters
     from engine.runner.summary import RunResult, RunSummary
     from engine.schemas.environment import Task

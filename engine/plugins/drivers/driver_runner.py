@@ -43,8 +43,7 @@ from engine.runner.summary import RunSummary
 from engine.store.store import RunStore, episode_id_of
 
 if TYPE_CHECKING:
-    from engine.backends.backend import Backend
-    from engine.backends.weights import ServerWeights
+    from engine.backends.backend import Backend, ServerWeights
     from engine.runner.runner import Runner
     from engine.schemas.environment import Task
     from engine.schemas.trajectory import Trajectory

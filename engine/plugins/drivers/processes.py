@@ -19,7 +19,7 @@ from engine.store.find import is_divided
 
 if TYPE_CHECKING:
     from engine.api.progress import Progress
-    from engine.backends.weights import ServerWeights
+    from engine.backends.backend import ServerWeights
     from engine.plugins.drivers.driver_runner import DriverRunner
     from engine.plugins.drivers.run import Fleet
     from engine.runner.summary import RunResult

@@ -72,7 +72,6 @@ class PromptLengths:
     ) -> None:
         self._loaded = loaded
         self._spec = loaded.spec
-        self._base = loaded.base
         self._template = template
         self._processes = processes
         self._alone = alone
@@ -94,7 +93,7 @@ class PromptLengths:
             self._jobs(tasks, room, lengths, places),
             local=lambda prompts: [_length(self._template, *prompt) for prompt in prompts],
             remote=_REMOTE,
-            common={"model": self._spec.model.model_dump(mode="json", by_alias=True), "base": str(self._base)},
+            common={"model": self._spec.model.model_dump(mode="json", by_alias=True), "base": str(self._loaded.base)},
             cache=PreparedCache(prepared_folder() / "prompts"),
             processes=self._processes,
             alone=self._alone,
@@ -130,14 +129,14 @@ class PromptLengths:
     @cached_property
     def _inputs(self) -> str:
         """Digest of what lengths depend on besides messages and tools."""
-        return digest_of_parts(rendering_digest(self._spec.model, self._base), digest_of_files([Path(__file__)]))
+        return digest_of_parts(rendering_digest(self._spec.model, self._loaded.base), digest_of_files([Path(__file__)]))
 
     def _opening(self, task: Task) -> list[Message]:
         """What a `pure` environment shows first; nothing where `reset` is async, or fails as its episode will."""
         if (environment := self._spec.opening_environment) is None:
             return []
         try:
-            target = load_entry(environment.use, Path(self._base))
+            target = load_entry(environment.use, Path(self._loaded.base))
             waits = is_async(getattr(target, "reset", target))
             return [] if waits else list(target(**environment.with_).reset(task, 0).messages)
         except Exception:  # noqa: BLE001  (the code is the spec's)

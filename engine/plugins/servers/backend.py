@@ -17,10 +17,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import structlog
 
-from engine.backends.backend import Backend
+from engine.backends.backend import Backend, GivenWeights
 from engine.backends.outage import Tries
 from engine.backends.slots import Slots
-from engine.backends.weights import GivenWeights
 from engine.deadline import Deadlines
 from engine.errors import BackendError, ContextOverflow
 from engine.plugins.servers.http.client import key_headers
@@ -30,8 +29,8 @@ from engine.plugins.servers.wire import RequestEncoder
 from engine.schemas.generation import GenerateRequest, Generation, SamplingParams
 
 if TYPE_CHECKING:
+    from engine.backends.backend import PolicyAdapter
     from engine.backends.outage import Outage
-    from engine.backends.weights import PolicyAdapter
     from engine.plugins.servers.dialect import Dialect
     from engine.plugins.servers.launched import LaunchedServers
     from engine.plugins.servers.sessions import Sessions

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 import structlog
 from msgspec.structs import asdict
 
-from engine.backends.weights import ServerWeights
+from engine.backends.backend import ServerWeights
 from engine.errors import BackendError
 from engine.plugins.servers.checks import CheckedServers
 from engine.plugins.servers.pool import Server

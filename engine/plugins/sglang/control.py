@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import structlog
 
-from engine.backends.weights import GivenWeights, ServerWeights
+from engine.backends.backend import GivenWeights, ServerWeights
 from engine.errors import BackendError
 from engine.plugins.servers.pool import Pool, Server
 from engine.schemas.base import Struct

@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 import structlog
 import torch
 
-from engine.backends.weights import PolicyAdapter
+from engine.backends.backend import PolicyAdapter
 from engine.errors import BackendError, TrainError
 from engine.plugins.sglang.client import SGLangBackend
 from engine.plugins.sglang.control import UPDATE_SECONDS, PauseMode, from_disk, post_update, separately

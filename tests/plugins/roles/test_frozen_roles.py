@@ -107,8 +107,8 @@ async def test_frozen_weights_that_cannot_be_had_are_refused(train_spec: Any, ti
 
 
 async def test_a_role_of_the_base_model_names_no_adapter(train_spec: Any) -> None:
+    from engine.backends.backend import PolicyAdapter
     from engine.backends.slots import Slots
-    from engine.backends.weights import PolicyAdapter
     from engine.plugins.roles.models import RoleModels
     from engine.plugins.servers.reply_call import ReplyCall
     from engine.plugins.sglang.client import SGLangBackend

@@ -6,7 +6,7 @@ import pytest
 from generate_requests import generate_request as request
 from sglang_cluster import cluster
 
-from engine.backends.weights import ServerWeights
+from engine.backends.backend import ServerWeights
 from engine.errors import BackendError
 from engine.tokens.template import ChatTemplate
 
