@@ -53,7 +53,7 @@ def test_lines_of_some_episodes_give_the_same_tools(tmp_path: Path) -> None:
     schemas.note("a", [{"name": "add"}])
     schemas.note("b", [{"name": "find"}])
     schemas.note("c", [])
-    read = ToolSchemas.read(schemas.lines(["b", "d"]))
+    read = ToolSchemas(tmp_path, schemas.lines(["b", "d"]))
     assert [read.of(each) for each in "abd"] == ['[{"name":"add"}]', '[{"name":"find"}]', '[{"name":"add"}]']
-    assert ToolSchemas.read(schemas.lines("c")).of("c") == ""
+    assert ToolSchemas(tmp_path, schemas.lines("c")).of("c") == ""
     assert ToolSchemas(tmp_path / "none").lines("a") == []
