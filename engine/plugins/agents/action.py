@@ -31,7 +31,7 @@ from engine.plugins.agents.program import CoroutineProgram, ProgramBody, Program
 from engine.plugins.agents.record import AgentRecord
 from engine.plugins.agents.rewards import SOURCE
 from engine.plugins.agents.spec import AgentSpec
-from engine.plugins.agents.threads import AgentThreads, newest_reply
+from engine.plugins.agents.threads import AgentThreads, newest_reply, tools_key
 from engine.plugins.agents.wire.requests import ApiError, Replies
 from engine.schemas.environment import ProgramSettings
 from engine.schemas.machine import StateSpec
@@ -106,7 +106,7 @@ class RunAgentAction(Action):
         recorded = partial(threads.is_recorded, repeated) if isinstance(repeated, AgentRecord) else None
         while isinstance(exchange := await run.next(recorded), Exchange):
             asked = exchange.request
-            place = threads.find(asked)
+            place = threads.find(asked.messages, tools_key(asked.tools))
             new = asked.messages[place.covered :]
             try:
                 episode.conversation.admit(new, asked.tools)

@@ -70,9 +70,9 @@ class _Known:
 
 
 @dataclass(slots=True)
-class EchoIndex:
-    """The requests and replies of one episode: finds the reply that a request continues, the deepest one that its
-    history echoes.
+class AgentThreads:
+    """The requests and replies of one episode, a part of it that `of` finds. It finds the reply that a request
+    continues, the deepest one that its history echoes.
 
     A history echoes a reply if all its messages up to the reply are those of the reply's own conversation, and its last
     one is the reply. What SDKs change does not count: missing reasoning, null content, spelling of JSON, keys of other
@@ -93,6 +93,29 @@ class EchoIndex:
     """Keys of requests and of their tools."""
     _openings: dict[str, int] = field(default_factory=dict)
     """By key of the messages up to the first user message: the longest request that began with them."""
+    _marks: dict[int, ConversationMark] = field(default_factory=dict)
+    """By turn: the conversation directly after its reply."""
+    _newest: Request | None = None
+    """The newest request."""
+
+    @classmethod
+    def of(cls, episode: Episode, stop_texts: tuple[str, ...]) -> AgentThreads:
+        """The threads of an episode.
+
+        Args:
+            episode: The episode.
+            stop_texts: The texts of the tokens that end a reply.
+
+        Raises:
+            SpecCodeError: No state has reset the episode.
+        """
+        if episode.opening is None:
+            raise SpecCodeError(
+                "`run_agent` needs a state with `action: reset` before it", blame="spec", kind="agent_before_reset"
+            )
+        threads = episode.part(cls)
+        threads.stop_texts = stop_texts
+        return threads
 
     def keys(self, messages: Sequence[Message], before: str = ROOT) -> list[str]:
         """The key of the history up to each message.
@@ -206,6 +229,52 @@ class EchoIndex:
             text = text.rstrip().removesuffix(stop)
         return ["assistant", text.rstrip(), [[call.name, _plain(call.arguments)] for call in message.tool_calls]]
 
+    # --- the episode --------------------------------------------------------------------------------------
+
+    def is_recorded(self, record: AgentRecord, exchange: Exchange) -> bool:
+        """Whether a request is the one of a record."""
+        asked = exchange.request
+        place = self.find(asked.messages, tools_key(asked.tools))
+        new = asked.messages[place.covered :]
+        return (
+            record.event == "request"
+            and place.parent == record.parent
+            and tools_key(asked.tools) == tools_key(record.tools)
+            and self.keys(new) == self.keys(record.messages)
+        )
+
+    def conversation_for(self, episode: Episode, request: ModelRequest, vision: Vision | None) -> Conversation:
+        """A conversation with the prompt that a request leads to, if it is attached. Its images are stored only then.
+
+        Raises:
+            RenderError: The model cannot be shown it.
+            ImageError: An image cannot be read.
+        """
+        if vision is not None:
+            request = replace(request, messages=in_memory(request.messages, vision))
+        place = self.find(request.messages, tools_key(request.tools))
+        mark = None if place.parent is None else self._marks[place.parent]
+        return episode.conversation.after(mark, request.messages[place.covered :], request.tools)
+
+    def note_reply(self, episode: Episode) -> None:
+        """Add the newest reply, if it is not known yet. A second call changes nothing."""
+        if self._newest is None or episode.turn < 0 or episode.turn in self._marks:
+            return
+        self._marks[episode.turn] = episode.conversation.mark()
+        self.add_reply(self._newest, episode.turn, newest_reply(episode))
+
+    def attach(self, episode: Episode, record: AgentRecord) -> None:
+        """Make a request the episode's next prompt.
+
+        Raises:
+            RenderError: The model cannot be shown it.
+        """
+        mark = None if record.parent is None else self._marks[record.parent]
+        episode.conversation.resume_at(
+            mark, record.messages, tools=record.tools, reason=record.reason, again=record.sample > 0
+        )
+        self._newest = self.add_request(record.messages, tools_key(record.tools), record.parent)
+
 
 def tools_key(tools: Sequence[dict[str, Any]]) -> str:
     """The key of a request's tools: equal for equal schemas, however their JSON is spelled."""
@@ -240,86 +309,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list):
         return [_plain(item) for item in value]
     return value
-
-
-class AgentThreads:
-    """The threads of one episode: a part of it, which `of` finds."""
-
-    __slots__ = ("_index", "_marks", "_request")
-
-    def __init__(self) -> None:
-        self._index = EchoIndex()
-        self._marks: dict[int, ConversationMark] = {}
-        """By turn: the conversation directly after its reply."""
-        self._request: Request | None = None
-        """The newest request."""
-
-    @classmethod
-    def of(cls, episode: Episode, stop_texts: tuple[str, ...]) -> AgentThreads:
-        """The threads of an episode.
-
-        Args:
-            episode: The episode.
-            stop_texts: The texts of the tokens that end a reply.
-
-        Raises:
-            SpecCodeError: No state has reset the episode.
-        """
-        if episode.opening is None:
-            raise SpecCodeError(
-                "`run_agent` needs a state with `action: reset` before it", blame="spec", kind="agent_before_reset"
-            )
-        threads = episode.part(cls)
-        threads._index.stop_texts = stop_texts
-        return threads
-
-    def find(self, request: ModelRequest) -> Continuation:
-        """Find where a request continues."""
-        return self._index.find(request.messages, tools_key(request.tools))
-
-    def is_recorded(self, record: AgentRecord, exchange: Exchange) -> bool:
-        """Whether a request is the one of a record."""
-        asked = exchange.request
-        place = self.find(asked)
-        new = asked.messages[place.covered :]
-        return (
-            record.event == "request"
-            and place.parent == record.parent
-            and tools_key(asked.tools) == tools_key(record.tools)
-            and self._index.keys(new) == self._index.keys(record.messages)
-        )
-
-    def conversation_for(self, episode: Episode, request: ModelRequest, vision: Vision | None) -> Conversation:
-        """A conversation with the prompt that a request leads to, if it is attached. Its images are stored only then.
-
-        Raises:
-            RenderError: The model cannot be shown it.
-            ImageError: An image cannot be read.
-        """
-        if vision is not None:
-            request = replace(request, messages=in_memory(request.messages, vision))
-        place = self.find(request)
-        mark = None if place.parent is None else self._marks[place.parent]
-        return episode.conversation.after(mark, request.messages[place.covered :], request.tools)
-
-    def note_reply(self, episode: Episode) -> None:
-        """Add the newest reply, if it is not known yet. A second call changes nothing."""
-        if self._request is None or episode.turn < 0 or episode.turn in self._marks:
-            return
-        self._marks[episode.turn] = episode.conversation.mark()
-        self._index.add_reply(self._request, episode.turn, newest_reply(episode))
-
-    def attach(self, episode: Episode, record: AgentRecord) -> None:
-        """Make a request the episode's next prompt.
-
-        Raises:
-            RenderError: The model cannot be shown it.
-        """
-        mark = None if record.parent is None else self._marks[record.parent]
-        episode.conversation.resume_at(
-            mark, record.messages, tools=record.tools, reason=record.reason, again=record.sample > 0
-        )
-        self._request = self._index.add_request(record.messages, tools_key(record.tools), record.parent)
 
 
 def newest_reply(episode: Episode, *, logprobs: bool = False) -> ModelReply:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.plugins.agents.threads import Continuation, EchoIndex
+from engine.plugins.agents.threads import AgentThreads, Continuation
 from engine.plugins.agents.wire.requests import ModelReply
 from engine.schemas.message import ImagePart, Message, TextPart, ToolCall
 
@@ -34,9 +34,9 @@ def replies(draw: Any, turn: int = 0) -> Message:
 
 
 @st.composite
-def episodes(draw: Any) -> tuple[EchoIndex, dict[int, list[Message]]]:
+def episodes(draw: Any) -> tuple[AgentThreads, dict[int, list[Message]]]:
     """An index after a few turns of several threads, and by turn its whole conversation."""
-    index = EchoIndex(("<|im_end|>",))
+    index = AgentThreads(("<|im_end|>",))
     paths: dict[int, list[Message]] = {}
     for turn in range(draw(st.integers(1, 6))):
         parent = draw(st.none() | st.sampled_from(sorted(paths))) if paths else None
@@ -92,7 +92,7 @@ def test_an_edited_message_is_no_echo(episode: Any, data: Any) -> None:
     assert found.reason != ""
 
 
-def told(index: EchoIndex, *messages: Message, tools: str = "") -> Continuation:
+def told(index: AgentThreads, *messages: Message, tools: str = "") -> Continuation:
     return index.find(list(messages), tools)
 
 
@@ -100,8 +100,8 @@ SYSTEM, ASK = Message(role="system", content="S"), Message(role="user", content=
 ONE = Message(role="assistant", content="one", reasoning="hm", tool_calls=[])
 
 
-def started() -> EchoIndex:
-    index = EchoIndex()
+def started() -> AgentThreads:
+    index = AgentThreads()
     assert told(index, SYSTEM, ASK) == Continuation(parent=None, covered=0, reason="")
     index.add_reply(index.add_request([SYSTEM, ASK], "", None), 0, said(ONE))
     return index
@@ -128,7 +128,7 @@ def test_reasoning_that_is_given_must_be_the_replys() -> None:
 
 
 def test_of_equal_replies_the_one_with_the_ids_of_the_calls() -> None:
-    index = EchoIndex()
+    index = AgentThreads()
     calls = [
         replace(ONE, tool_calls=[ToolCall(id=f"call_{turn}_0", name="f", arguments={"x": 1})]) for turn in range(2)
     ]
@@ -144,7 +144,7 @@ def test_an_image_is_its_bytes_by_uri_or_digest() -> None:
         Message(role="user", content=[TextPart(text="See"), ImagePart(image=image)])
         for image in (uri, "sha256:" + hashlib.sha256(data).hexdigest())
     )
-    index = EchoIndex()
+    index = AgentThreads()
     index.add_reply(index.add_request([kept], "", None), 0, said(ONE))
     assert told(index, shown, ONE, ASK).parent == 0
     other = replace(shown, content=[TextPart(text="See"), ImagePart(image=uri[:-4] + "AAAA")])
@@ -153,7 +153,7 @@ def test_an_image_is_its_bytes_by_uri_or_digest() -> None:
 
 @pytest.mark.parametrize("end", ["", "STOP", "STOP\n", "STOP "])
 def test_a_stop_text_of_the_request_may_be_added_again(end: str) -> None:
-    index = EchoIndex()
+    index = AgentThreads()
     index.add_reply(index.add_request([ASK], "", None), 0, said(ONE, "STOP"))
     index.add_reply(index.add_request([ASK], "", 0), 1, said(replace(ONE, content="two")))
     history = [ASK, replace(ONE, content="one" + end), ASK, replace(ONE, content="two")]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from engine.plugins.agents.inbox import Exchange
 from engine.plugins.agents.server import server_of_loop
-from engine.plugins.agents.threads import Continuation, EchoIndex, tools_key
+from engine.plugins.agents.threads import AgentThreads, Continuation, tools_key
 from engine.plugins.agents.wire.requests import ApiError, ModelApi, ModelReply, ModelRequest, Replies, Session
 from engine.schemas.message import Message, ToolCall
 
@@ -102,7 +102,7 @@ class Talk:
 
     def __init__(self, api: ModelApi, session: Session | None = None) -> None:
         self.api, self.session = api, session or Session()
-        self.index = EchoIndex()
+        self.index = AgentThreads()
         self.places: list[Continuation] = []
         """Where each request continued."""
 
