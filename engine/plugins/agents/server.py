@@ -78,7 +78,7 @@ class Listener:
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
         listening.setblocking(False)
-        self._resume()
+        self._loop.add_reader(listening, self._accept)
 
     @property
     def address(self) -> str:
@@ -94,9 +94,6 @@ class Listener:
             self._loop.remove_reader(self._socket)
             self._socket.close()
 
-    def _resume(self) -> None:
-        self._loop.add_reader(self._socket, self._accept)
-
     def _accept(self) -> None:
         for _ in range(_BURST):
             try:
@@ -107,7 +104,8 @@ class Listener:
                 log.warning("a connection could not be accepted", error=str(error))
                 freed = error.errno in _FULL and self._admission.make_room()
                 self._loop.remove_reader(self._socket)
-                self._timer = self._loop.call_later(0.0 if freed else _PAUSE, self._resume)
+                pause = 0.0 if freed else _PAUSE
+                self._timer = self._loop.call_later(pause, self._loop.add_reader, self._socket, self._accept)
                 return
             unix = self._socket.family == socket.AF_UNIX
             self._take(accepted, self._socket.getsockname() if unix else address[0])
