@@ -114,17 +114,16 @@ class Messages(ModelApi):
     def events(self, request: ModelRequest, answer: Replies, session: Session) -> Iterator[bytes]:
         """See `ModelApi`."""
         message = self.whole(request, answer, session)
-        for data in (
-            {"type": "message_start", "message": _frame(request, answer, session)},
-            *_block_events(message["content"]),
-            {
-                "type": "message_delta",
-                "delta": {"stop_reason": message["stop_reason"], "stop_sequence": message["stop_sequence"]},
-                "usage": message["usage"],
-            },
-            {"type": "message_stop"},
-        ):
-            yield event(data, str(data["type"]))
+        steps: list[dict[str, Any]] = [{"type": "message_start", "message": _frame(request, answer, session)}]
+        for index, block in enumerate(message["content"]):
+            begun, deltas = _DELTAS[block["type"]](block)
+            steps.append({"type": "content_block_start", "index": index, "content_block": begun})
+            steps += [{"type": "content_block_delta", "index": index, "delta": delta} for delta in deltas]
+            steps.append({"type": "content_block_stop", "index": index})
+        ended = {name: message[name] for name in ("stop_reason", "stop_sequence")}
+        steps += [{"type": "message_delta", "delta": ended, "usage": message["usage"]}, {"type": "message_stop"}]
+        for data in steps:
+            yield event(data, data["type"])
 
     def fault(self, fault: ApiError) -> dict[str, Any]:
         """See `ModelApi`. `param` and `code` are of this endpoint; Anthropic's API has the message alone."""
@@ -296,15 +295,6 @@ def _blocks(reply: ModelReply, thinking: Mapping[str, Any] | None) -> list[dict[
     for call in message.tool_calls:
         blocks.append({"type": "tool_use", "id": call.id, "name": call.name, "input": call.arguments})
     return blocks
-
-
-def _block_events(blocks: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    for index, block in enumerate(blocks):
-        begun, deltas = _DELTAS[block["type"]](block)
-        yield {"type": "content_block_start", "index": index, "content_block": begun}
-        for delta in deltas:
-            yield {"type": "content_block_delta", "index": index, "delta": delta}
-        yield {"type": "content_block_stop", "index": index}
 
 
 _DELTAS: dict[str, Any] = {
