@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -43,28 +44,20 @@ class Watcher:
     def __init__(self, machine: ResolvedMachine) -> None:
         self.taken: list[Edge] = []
         self._machine = machine
-        self._guards = {text: Guard(text) for t in machine.transitions if (text := t.conditions) is not None}
+        self._guards: dict[str | None, Guard] = {
+            text: Guard(text) for transition in machine.transitions if (text := transition.conditions) is not None
+        }
 
     def __call__(self, episode: Episode, state: str, event: str) -> None:
         """Count a transition. Called by `Executor` after the episode has moved and before a value that a guard reads
         changes."""
         for trigger in dict.fromkeys((event, FAILED)):  # an event that cannot be handled is a failure
-            transition = self._first(episode, state, trigger)
-            if transition is not None:
-                self.taken.append(edge_of(transition))
-                return
-
-    def _first(self, episode: Episode, state: str, trigger: str) -> ResolvedTransition | None:
-        for transition in self._machine.leaving(state, trigger):
-            if transition.conditions is None:
-                return transition
-            guard = self._guards[transition.conditions]
-            try:
-                if guard.evaluate(episode.guard_values(guard.names)):
-                    return transition
-            except EngineError:
-                return None
-        return None
+            with suppress(EngineError):
+                for transition in self._machine.leaving(state, trigger):
+                    guard = self._guards.get(transition.conditions)
+                    if guard is None or guard.evaluate(episode.guard_values(guard.names)):
+                        self.taken.append(edge_of(transition))
+                        return
 
 
 @dataclass(frozen=True)
