@@ -251,17 +251,12 @@ class McpTool(DescribedTool):
         """Call it.
 
         Raises:
-            CallFailedError: the call failed; the model is shown why.
+            RuntimeError: the call failed, which is a result for the model and no failure of the episode.
         """
         try:
             return await self._server.call(self.tool, arguments)
         except AdapterError as error:
-            raise CallFailedError(str(error)) from None
-
-
-class CallFailedError(Exception):
-    """A call of a server's tool failed. Not an `EngineError`: it is a result for the model and not a failure of the
-    episode."""
+            raise RuntimeError(str(error)) from None
 
 
 def reply_of_result(result: Any) -> ToolReply:
