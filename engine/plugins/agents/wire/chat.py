@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from engine.plugins.agents.wire import fields
 from engine.plugins.agents.wire.fields import Fields, Reader
 from engine.plugins.agents.wire.requests import ApiError, ModelApi, ModelReply, ModelRequest, Replies, Session, event
-from engine.schemas.message import ContentPart, Message, TextPart, ToolCall
+from engine.schemas.message import ImagePart, Message, ToolCall
 
 MOST_REPLIES = 64
 """Maximum of `n`."""
@@ -129,7 +130,7 @@ def _message(reader: Reader, item: dict[str, Any], at: str) -> Message:
     content = fields.content(
         item.get("content"),
         f"{at}.content",
-        lambda part, place: _part(part, place, images=role in ("user", "tool")),
+        partial(fields.content_part, images={"image_url": _image} if role in ("user", "tool") else None),
         null=role in ("assistant", "tool"),
     )
     if role == "tool":
@@ -144,16 +145,11 @@ def _message(reader: Reader, item: dict[str, Any], at: str) -> Message:
     return Message(role=role, content=content, reasoning=reasoning, tool_calls=calls)
 
 
-def _part(part: dict[str, Any], at: str, *, images: bool) -> ContentPart:
-    kind = part.get("type")
-    if kind == "text":
-        return TextPart(text=fields.text(part.get("text"), f"{at}.text"))
-    if kind == "image_url" and images:
-        image = part.get("image_url")
-        if isinstance(image, dict) and image.get("detail") not in (None, "auto"):
-            raise ApiError(f"`{at}.image_url.detail` is not supported: leave it out", param=f"{at}.image_url.detail")
-        return fields.image(image.get("url") if isinstance(image, dict) else image, f"{at}.image_url.url")
-    raise ApiError(f"`{at}` has the type {kind!r}, which is not supported here", param=at)
+def _image(part: dict[str, Any], at: str) -> ImagePart:
+    image = part.get("image_url")
+    if isinstance(image, dict) and image.get("detail") not in (None, "auto"):
+        raise ApiError(f"`{at}.image_url.detail` is not supported: leave it out", param=f"{at}.image_url.detail")
+    return fields.image(image.get("url") if isinstance(image, dict) else image, f"{at}.image_url.url")
 
 
 def _call(item: dict[str, Any], at: str) -> ToolCall:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -248,6 +248,29 @@ def content(
         raise ApiError(f"`{at}` is missing", param=at)
     parts = [read for place, item in objects(value, at) if (read := part(item, place)) is not None]
     return joined(parts)
+
+
+def content_part(
+    item: dict[str, Any],
+    at: str,
+    *,
+    texts: Sequence[str] = ("text",),
+    images: Mapping[str, Callable[[dict[str, Any], str], ImagePart]] | None = None,
+) -> ContentPart:
+    """Read a part of a content.
+
+    Args:
+        item: The part.
+        at: Its place.
+        texts: Types of parts with a `text`.
+        images: What reads an image, by the type of its part; None: there may be no image.
+    """
+    kind = item.get("type")
+    if kind in texts:
+        return TextPart(text=text(item.get("text"), f"{at}.text"))
+    if not images or kind not in [*images]:
+        raise ApiError(f"`{at}` has the type {kind!r}, which is not supported here", param=at)
+    return images[kind](item, at)
 
 
 def joined(parts: list[ContentPart]) -> str | list[ContentPart]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from hashlib import sha256
 from typing import Any
 
@@ -19,7 +20,7 @@ from engine.plugins.agents.wire.requests import (
     Stored,
     event,
 )
-from engine.schemas.message import ContentPart, Message, TextPart, ToolCall
+from engine.schemas.message import ContentPart, ImagePart, Message, ToolCall
 
 FIELDS = Fields(
     handled=frozenset({"messages", "model", "output_config", "stream", "system", "thread", "tool_choice", "tools"}),
@@ -86,7 +87,7 @@ class Messages(ModelApi):
             reader.body = body = body | {"tools": stored.tools}
             said = [*stored.messages]
         else:
-            system = fields.content(body.get("system"), "system", lambda part, at: _block(part, at, images=False))
+            system = fields.content(body.get("system"), "system", fields.content_part)
             said = [Message(role="system", content=system)] if system else []
         messages = fields.objects(body.get("messages"), "messages")
         if not messages:
@@ -186,32 +187,30 @@ def _messages(item: dict[str, Any], at: str) -> list[Message]:
     if role == "assistant":
         return [_reply(item, at)]
     if role == "system":
-        return [Message(role="system", content=_content(item, at, images=False))]
+        return [Message(role="system", content=_content(item, at, fields.content_part))]
     if role != "user":
         raise ApiError(f"`{at}.role` must be user, assistant or system", param=f"{at}.role")
     if not isinstance(item.get("content"), list):
-        return [Message(role="user", content=_content(item, at, images=True))]
+        return [Message(role="user", content=_content(item, at, _text_or_image))]
     messages: list[Message] = []
     parts: list[ContentPart] = []
     for place, block in fields.objects(item["content"], f"{at}.content"):
         if block.get("type") != "tool_result":
-            parts.append(_block(block, place, images=True))
+            parts.append(_text_or_image(block, place))
             continue
         if parts:
             messages.append(Message(role="user", content=fields.joined(parts)))
             parts = []
-        content = fields.content(
-            block.get("content"), f"{place}.content", lambda part, at: _block(part, at, images=True)
-        )
+        content = fields.content(block.get("content"), f"{place}.content", _text_or_image)
         answered = fields.identifier(block.get("tool_use_id"), f"{place}.tool_use_id")
         messages.append(Message(role="tool", content=content, tool_call_id=answered))
     return [*messages, Message(role="user", content=fields.joined(parts))] if parts or not messages else messages
 
 
-def _content(item: dict[str, Any], at: str, *, images: bool) -> str | list[ContentPart]:
-    return fields.content(
-        item.get("content"), f"{at}.content", lambda part, place: _block(part, place, images=images), null=False
-    )
+def _content(
+    item: dict[str, Any], at: str, part: Callable[[dict[str, Any], str], ContentPart]
+) -> str | list[ContentPart]:
+    return fields.content(item.get("content"), f"{at}.content", part, null=False)
 
 
 def _reply(item: dict[str, Any], at: str) -> Message:
@@ -225,27 +224,25 @@ def _reply(item: dict[str, Any], at: str) -> Message:
             keys = ("id", "name", "input")
             calls.append(fields.call(block.get("id"), block.get("name"), block.get("input"), place, keys))
         else:
-            return _block(block, place, images=False)
+            return fields.content_part(block, place)
         return None
 
     content = fields.content(item.get("content"), f"{at}.content", part, null=False)
     return Message(role="assistant", content=content, reasoning="".join(thinking) or None, tool_calls=calls)
 
 
-def _block(block: dict[str, Any], at: str, *, images: bool) -> ContentPart:
-    kind = block.get("type")
-    if kind == "text":
-        return TextPart(text=fields.text(block.get("text"), f"{at}.text"))
-    if kind == "image" and images:
-        source = block.get("source")
-        if isinstance(source, dict) and source.get("type") == "base64":
-            media, data = source.get("media_type"), source.get("data")
-            if isinstance(media, str) and isinstance(data, str):
-                return fields.image(f"data:{media};base64,{data}", f"{at}.source")
-        if isinstance(source, dict) and source.get("type") == "url":
-            return fields.image(source.get("url"), f"{at}.source.url")
-        raise ApiError(f"`{at}.source` must be base64 data with its media type", param=f"{at}.source")
-    raise ApiError(f"`{at}` has the type {kind!r}, which is not supported here", param=at)
+def _image(block: dict[str, Any], at: str) -> ImagePart:
+    source = block.get("source")
+    if isinstance(source, dict) and source.get("type") == "base64":
+        media, data = source.get("media_type"), source.get("data")
+        if isinstance(media, str) and isinstance(data, str):
+            return fields.image(f"data:{media};base64,{data}", f"{at}.source")
+    if isinstance(source, dict) and source.get("type") == "url":
+        return fields.image(source.get("url"), f"{at}.source.url")
+    raise ApiError(f"`{at}.source` must be base64 data with its media type", param=f"{at}.source")
+
+
+_text_or_image = partial(fields.content_part, images={"image": _image})
 
 
 # --- replies ----------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from base64 import b64decode, b64encode
 from binascii import Error as Base64Error
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from engine.plugins.agents.wire import fields
@@ -26,7 +27,7 @@ from engine.plugins.agents.wire.requests import (
     Stored,
     event,
 )
-from engine.schemas.message import ContentPart, Message, TextPart
+from engine.schemas.message import ImagePart, Message
 
 FIELDS = Fields(
     handled=frozenset(
@@ -223,7 +224,8 @@ def _reply_part(item: dict[str, Any], kind: str, at: str) -> Message:
         keys = ("call_id", "name", "arguments")
         call = fields.call(item.get("call_id"), item.get("name"), item.get("arguments"), at, keys)
         return Message(role="assistant", tool_calls=[call])
-    return Message(role="assistant", content=fields.content(item.get("content"), f"{at}.content", _said_part))
+    part = partial(fields.content_part, texts=("output_text", "input_text", "text"))
+    return Message(role="assistant", content=fields.content(item.get("content"), f"{at}.content", part))
 
 
 def _is_one_reply(draft: Message, part: Message, *, spoken: bool) -> bool:
@@ -269,7 +271,7 @@ def _reasoning(item: dict[str, Any], at: str) -> str | None:
 
 def _other(item: dict[str, Any], kind: str, at: str) -> Message:
     if kind == "function_call_output":
-        output = fields.content(item.get("output"), f"{at}.output", lambda part, place: _part(part, place, images=True))
+        output = fields.content(item.get("output"), f"{at}.output", _text_or_image)
         return Message(
             role="tool", content=output, tool_call_id=fields.identifier(item.get("call_id"), f"{at}.call_id")
         )
@@ -278,28 +280,20 @@ def _other(item: dict[str, Any], kind: str, at: str) -> Message:
     role: Any = _ROLES.get(str(item.get("role")))
     if role is None:
         raise ApiError(f"`{at}.role` must be one of {', '.join(_ROLES)}", param=f"{at}.role")
-    content = fields.content(
-        item.get("content"), f"{at}.content", lambda part, place: _part(part, place, images=role == "user"), null=False
-    )
+    part = _text_or_image if role == "user" else partial(_text_or_image, images=None)
+    content = fields.content(item.get("content"), f"{at}.content", part, null=False)
     return Message(role=role, content=content)
 
 
-def _part(part: dict[str, Any], at: str, *, images: bool) -> ContentPart:
-    if part.get("type") == "input_text":
-        return TextPart(text=fields.text(part.get("text"), f"{at}.text"))
-    if part.get("type") == "input_image" and images:
-        if part.get("detail") not in (None, "auto"):
-            raise ApiError(f"`{at}.detail` is not supported: leave it out", param=f"{at}.detail")
-        if part.get("file_id"):
-            raise ApiError(f"`{at}.file_id` is not supported: use `image_url`", param=f"{at}.file_id")
-        return fields.image(part.get("image_url"), f"{at}.image_url")
-    raise ApiError(f"`{at}` has the type {part.get('type')!r}, which is not supported here", param=at)
+def _image(part: dict[str, Any], at: str) -> ImagePart:
+    if part.get("detail") not in (None, "auto"):
+        raise ApiError(f"`{at}.detail` is not supported: leave it out", param=f"{at}.detail")
+    if part.get("file_id"):
+        raise ApiError(f"`{at}.file_id` is not supported: use `image_url`", param=f"{at}.file_id")
+    return fields.image(part.get("image_url"), f"{at}.image_url")
 
 
-def _said_part(part: dict[str, Any], at: str) -> ContentPart:
-    if part.get("type") in ("output_text", "input_text", "text"):
-        return TextPart(text=fields.text(part.get("text"), f"{at}.text"))
-    raise ApiError(f"`{at}` has the type {part.get('type')!r}, which is not supported here", param=at)
+_text_or_image = partial(fields.content_part, texts=("input_text",), images={"input_image": _image})
 
 
 # --- replies ----------------------------------------------------------------------------------------------
