@@ -67,21 +67,17 @@ def open_document(path: Path) -> ForeignDocument:
     if not data:
         raise AuditError(f"{path} is empty")
     try:
-        return _document(path, data)
+        if data[:4] == b"PAR1":
+            return ForeignDocument(path, _parquet(data), lines=True)
+        if data[:4] == b"PK\x03\x04":
+            return ForeignDocument(path, read_torch(data), lines=False)
+        if data[:1] == b"\x80":
+            return ForeignDocument(path, plain(read_pickle(data)), lines=False)
+        if data[8:9] == b"{" and int.from_bytes(data[:8], "little") < len(data):
+            return ForeignDocument(path, _safetensors(data), lines=False)
+        return _json(path, data)
     except AuditError as error:
         raise AuditError(f"{path}: {error}") from error
-
-
-def _document(path: Path, data: bytes) -> ForeignDocument:
-    if data[:4] == b"PAR1":
-        return ForeignDocument(path, _parquet(data), lines=True)
-    if data[:4] == b"PK\x03\x04":
-        return ForeignDocument(path, read_torch(data), lines=False)
-    if data[:1] == b"\x80":
-        return ForeignDocument(path, plain(read_pickle(data)), lines=False)
-    if data[8:9] == b"{" and int.from_bytes(data[:8], "little") < len(data):
-        return ForeignDocument(path, _safetensors(data), lines=False)
-    return _json(path, data)
 
 
 def _json(path: Path, data: bytes) -> ForeignDocument:
