@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
@@ -83,22 +84,9 @@ def serve(
         _refuse(loaded, store, trainer, api=api, resumed=resume is not None)
     again = f"engine serve {'--api ' if api else ''}--resume {store.folder}"
 
-    def served() -> ServedRun:
-        return ServedRun(
-            loaded,
-            tasks,
-            store,
-            host=host,
-            port=port,
-            token=token,
-            api=api,
-            max_requests=max_requests,
-            ahead=ahead,
-            again=again,
-            quiet=quiet,
-        )
-
-    _serve(served, store, console, f"--host {host} --port {port}", again)
+    open_run = partial(ServedRun, loaded, tasks, store, host=host, port=port, token=token, api=api)
+    open_run = partial(open_run, max_requests=max_requests, ahead=ahead, again=again, quiet=quiet)
+    _serve(open_run, store, console, f"--host {host} --port {port}", again)
 
 
 def _refuse(loaded: LoadedSpec, store: RunStore, trainer: str | None, *, api: bool, resumed: bool) -> None:
