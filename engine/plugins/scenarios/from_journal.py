@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from base64 import b64encode
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -254,7 +254,7 @@ def task_of_scenario(task: Task, loaded: LoadedSpec, store: RunReader) -> Any:
     Raises:
         StoreError: neither gives the recorded task.
     """
-    row = _restored(task.fields, store)
+    row = with_texts(task.fields, lambda text: with_bytes(text, store))
     spec = loaded.spec.tasks
     if spec.source != "inline":
         fields = {source: row[name] for name, source in spec.map.items() if name in row} if spec.map else row
@@ -290,12 +290,13 @@ def _same(stored: Any, other: Any) -> bool:
     return bool(stored == other)
 
 
-def _restored(value: Any, store: RunReader) -> Any:
+def with_texts(value: Any, change: Callable[[str], str]) -> Any:
+    """Plain values with each text changed."""
     if isinstance(value, str):
-        return with_bytes(value, store)
+        return change(value)
     if isinstance(value, dict):
-        return {key: _restored(item, store) for key, item in value.items()}
-    return [_restored(item, store) for item in value] if isinstance(value, list) else value
+        return {key: with_texts(item, change) for key, item in value.items()}
+    return [with_texts(item, change) for item in value] if isinstance(value, list) else value
 
 
 # ---- the expected result

@@ -24,7 +24,7 @@ import yaml
 
 from engine.api.exports import RecordedScenario
 from engine.errors import SpecError, StoreError
-from engine.plugins.scenarios.from_journal import ScriptWriter, expected_of, task_of_scenario
+from engine.plugins.scenarios.from_journal import ScriptWriter, expected_of, task_of_scenario, with_texts
 from engine.plugins.scenarios.load import ENDINGS, SUFFIX, load_scenarios, spec_of
 from engine.plugins.scenarios.suite import Formats, run_suite
 from engine.spec.load import load_spec
@@ -228,14 +228,5 @@ _Dumper.add_representer(str, _text)
 
 def as_yaml(document: dict[str, Any]) -> str:
     """Write a document of plain values; `${` in texts is escaped, so that reading it gives the same values."""
-    return yaml.dump(
-        _escaped(document), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120, default_flow_style=None
-    )
-
-
-def _escaped(value: Any) -> Any:
-    if isinstance(value, str):
-        return value.replace("${", "$${")
-    if isinstance(value, dict):
-        return {key: _escaped(item) for key, item in value.items()}
-    return [_escaped(item) for item in value] if isinstance(value, list) else value
+    escaped = with_texts(document, lambda text: text.replace("${", "$${"))
+    return yaml.dump(escaped, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120, default_flow_style=None)
