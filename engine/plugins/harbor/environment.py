@@ -324,15 +324,10 @@ class HarborEnvironment:
 def _rewards(as_json: bytes | None, as_text: bytes | None) -> dict[str, float] | None:
     """Rewards by name; None if neither file holds finite numbers."""
     try:
-        if as_json is not None:
-            value = json.loads(as_json)
-            named = value if isinstance(value, dict) else {"reward": value}
-        elif as_text is not None:
-            named = {"reward": float(as_text)}
-        else:
-            return None
+        value = float(as_text or b"") if as_json is None else json.loads(as_json)
     except (ValueError, RecursionError):
         return None
+    named = value if isinstance(value, dict) else {"reward": value}
     if not named or any(isinstance(item, bool) or not isinstance(item, int | float) for item in named.values()):
         return None
     return {name: float(item) for name, item in named.items()} if all(map(isfinite, named.values())) else None
