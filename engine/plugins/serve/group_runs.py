@@ -209,7 +209,11 @@ class GroupRuns:
         stored = [self._reader.image(digest) for digest in sorted(digests)]
         about = {
             "rows": len(rows),
-            "sums": _sums(rows),
+            "sums": {  # which a client compares with its own
+                "tokens": sum(len(row.branch.input_ids) for row in rows),
+                "trained": sum(len(row.places) for row in rows),
+                "advantages": sum(float(abs(row.advantages.astype(float)).sum()) for row in rows),
+            },
             "episodes": [_outcome(trajectory) for trajectory in group.trajectories],
             "signal": not without_signal(rows),
             "left_out": None if rows else "too_few_episodes" if group.small else "no_rows",
@@ -227,16 +231,6 @@ def _outcome(trajectory: Trajectory) -> dict[str, Any]:
         "trainable": outcome.trainable,
         "solved": outcome.solved,
         "failure": outcome.failure.kind if outcome.failure else None,
-    }
-
-
-def _sums(rows: Sequence[TrainingRow]) -> dict[str, float]:
-    """Tokens, trained tokens, and the sum of the absolute advantages of the trained ones, which a client compares with
-    its own."""
-    return {
-        "tokens": sum(len(row.branch.input_ids) for row in rows),
-        "trained": sum(len(row.places) for row in rows),
-        "advantages": sum(float(abs(row.advantages.astype(float)).sum()) for row in rows),
     }
 
 
