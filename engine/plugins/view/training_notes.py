@@ -94,15 +94,14 @@ def banners(training: Training, now: float) -> list[dict[str, str]]:
     if not failures and (sign := next(filter(None, (_sign(training.lines, name) for name in _SIGNS)), "")):
         shown.append(("diverged", "It diverges", f"{sign}. Lower train.optimizer.lr, or go back to a checkpoint."))
     signals = [note for note in notes if note["kind"] == "no_signal"]
-    if signals and not any(_has_signal(line) for line in training.lines if line["step"] > signals[-1]["step"]):
+    if signals and not any(  # no group since then had advantages that are not 0
+        line.get("groups/equal", 0) + line.get("groups/small", 0) < line.get("groups/sampled", 0)
+        for line in training.lines
+        if line["step"] > signals[-1]["step"]
+    ):
         title = f"No learning signal since step {signals[-1]['step'] - NEWEST + 1}"
         shown.append(("no_signal", title, signals[-1]["text"]))
     return [{"kind": kind, "title": title, "text": text} for kind, title, text in shown]
-
-
-def _has_signal(line: Mapping[str, Any]) -> bool:
-    """Whether a group of a step had advantages that are not 0."""
-    return bool(line.get("groups/equal", 0) + line.get("groups/small", 0) < line.get("groups/sampled", 0))
 
 
 def _silence(training: Training, now: float) -> str:

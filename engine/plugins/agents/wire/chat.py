@@ -50,12 +50,7 @@ FIELDS = Fields(
         "tool_choice": ("auto",),
         "verbosity": ("medium",),
     },
-    ignorable={
-        "parallel_tool_calls": "parallel_tool_calls",
-        "response_format": "response_format",
-        "tool_choice": "tool_choice",
-        "verbosity": "verbosity",
-    },
+    ignorable=frozenset({"parallel_tool_calls", "response_format", "tool_choice", "verbosity"}),
 )
 
 

@@ -71,8 +71,8 @@ class Fields(Struct, frozen=True, kw_only=True):
     """Those that only the spec decides."""
     neutral: Mapping[str, tuple[Any, ...]] = msgspec.field(default_factory=dict)
     """Those that are supported only with values that change nothing; null is one of them."""
-    ignorable: Mapping[str, str] = msgspec.field(default_factory=dict)
-    """Of `neutral`: their names in `agent.ignore`."""
+    ignorable: frozenset[str] = frozenset()
+    """Of `neutral`: those that `agent.ignore` may name."""
 
 
 class Reader:
@@ -103,7 +103,7 @@ class Reader:
             elif name in fields.decided:
                 self.overruled.add(name)
             elif name in fields.neutral:
-                self.neutral(name, value, fields.neutral[name], fields.ignorable.get(name, ""))
+                self.neutral(name, value, fields.neutral[name], name if name in fields.ignorable else "")
             else:
                 raise ApiError(f"`{name}` is not supported: leave it out", param=name)
         if body.get("model") != session.model:

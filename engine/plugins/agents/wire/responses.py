@@ -64,7 +64,7 @@ FIELDS = Fields(
         "tool_choice": ("auto",),
         "truncation": ("disabled",),
     },
-    ignorable={"parallel_tool_calls": "parallel_tool_calls", "tool_choice": "tool_choice"},
+    ignorable=frozenset({"parallel_tool_calls", "tool_choice"}),
 )
 _ENCRYPTED, _LOGPROBS = "reasoning.encrypted_content", "message.output_text.logprobs"
 _INCLUDED = frozenset(
