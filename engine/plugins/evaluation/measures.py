@@ -2,9 +2,9 @@
 
 Pure functions of finished episodes. Episodes whose failure was not caused by the policy are left out and counted.
 
-Invariant: a value is the mean over tasks of each task's mean over its episodes (`task_means`), in `evaluate` and in
-`differences`, so both give the same value for the same run. A mean over all episodes would weight a task by the number
-of its episodes that are not left out, and could not be paired with another run. Intervals are over tasks: see
+Invariant: a value is the mean over tasks of each task's mean over its episodes (`_Measure.task_means`), in `evaluate`
+and in `differences`, so both give the same value for the same run. A mean over all episodes would weight a task by the
+number of its episodes that are not left out, and could not be paired with another run. Intervals are over tasks: see
 `intervals.py`.
 """
 
@@ -128,25 +128,19 @@ class _Measure(Struct, frozen=True, kw_only=True):
     """A measure with one value for each task."""
 
     name: str
-    of_task: Callable[[Sequence[Sample]], float]
-    """Mean over the task's episodes."""
     of_episode: Callable[[Sample], float] | None
-    """The value of one episode; None for a measure of a whole group."""
+    """The value of one episode, whose mean is that of a task; None for `pass@k`, which is of a whole group."""
     proportion: bool
     """Whether every episode's value is 0 or 1."""
     least: int = 1
-    """Smallest number of episodes that a task needs."""
+    """Smallest number of episodes that a task needs: the k of `pass@k`."""
 
-
-def _mean(
-    name: str, of: Callable[[Sample], float], samples: Iterable[Sample] = (), *, proportion: bool = False
-) -> _Measure:
-    """The measure of a mean; it counts as a proportion if `proportion`, or if all `samples` have 0 or 1."""
-    seen = {of(sample) for sample in samples}
-    proportion = proportion or (bool(seen) and seen <= {0.0, 1.0})
-    return _Measure(
-        name=name, of_task=lambda group: math.fsum(map(of, group)) / len(group), of_episode=of, proportion=proportion
-    )
+    def task_means(self, groups: Iterable[Sequence[Sample]]) -> Floats:
+        """The value of each task, [tasks]. Their mean is the value that `evaluate` and `differences` return."""
+        if (of := self.of_episode) is not None:
+            return np.array([math.fsum(map(of, group)) / len(group) for group in groups], np.float64)
+        solved = ((len(group), sum(sample.solved_turn is not None for sample in group)) for group in groups)
+        return np.array([pass_at_k(episodes, count, self.least) for episodes, count in solved], np.float64)
 
 
 def _reward(name: str, sample: Sample) -> float:
@@ -157,28 +151,25 @@ def _solved_by(turn: int, sample: Sample) -> float:
     return float(sample.solved_turn is not None and sample.solved_turn <= turn)
 
 
-def _pass(k: int, group: Sequence[Sample]) -> float:
-    return pass_at_k(len(group), sum(sample.solved_turn is not None for sample in group), k)
-
-
 def _measures(samples: Sequence[Sample], ks: Iterable[int]) -> list[_Measure]:
     """The measures of these episodes; rewards that are 0 or 1 in all of them are proportions."""
-    names = {name for sample in samples for name in sample.rewards}
     last = max((sample.solved_turn for sample in samples if sample.solved_turn is not None), default=-1)
-    return [
-        _mean("success", lambda sample: float(sample.solved_turn is not None), proportion=True),
-        _mean("reward", lambda sample: sample.reward, samples),
-        *(_mean(f"reward:{name}", partial(_reward, name), samples) for name in sorted(names)),
-        _mean("turns", lambda sample: float(sample.turns)),
-        _mean("tokens", lambda sample: float(sample.tokens)),
-        *(_mean(f"success@turn:{turn}", partial(_solved_by, turn), proportion=True) for turn in range(last + 1)),
-        *(_Measure(name=f"pass@{k}", of_task=partial(_pass, k), of_episode=None, proportion=True, least=k) for k in ks),
-    ]
-
-
-def task_means(groups: Iterable[Sequence[Sample]], of_task: Callable[[Sequence[Sample]], float]) -> Floats:
-    """A measure's value of each task, [tasks]. Their mean is the value that `evaluate` and `differences` return."""
-    return np.array([of_task(group) for group in groups], np.float64)
+    of_episodes: dict[str, Callable[[Sample], float]] = {
+        "success": lambda sample: float(sample.solved_turn is not None),
+        "reward": lambda sample: sample.reward,
+        **{
+            f"reward:{name}": partial(_reward, name)
+            for name in sorted({name for one in samples for name in one.rewards})
+        },
+        "turns": lambda sample: float(sample.turns),
+        "tokens": lambda sample: float(sample.tokens),
+        **{f"success@turn:{turn}": partial(_solved_by, turn) for turn in range(last + 1)},
+    }
+    measures = []
+    for name, of in of_episodes.items():
+        proportion = name not in ("turns", "tokens") and {of(sample) for sample in samples} <= {0.0, 1.0}
+        measures.append(_Measure(name=name, of_episode=of, proportion=proportion))
+    return measures + [_Measure(name=f"pass@{k}", of_episode=None, proportion=True, least=k) for k in ks]
 
 
 def few_tasks(tasks: int) -> str | None:
@@ -207,7 +198,7 @@ def evaluate(trajectories: Iterable[Trajectory]) -> Evaluation:
     most = max(len(group) for group in tasks.values())
     for measure in _measures(samples, powers(most)):
         groups = [group for group in tasks.values() if len(group) >= measure.least]
-        means = task_means(groups, measure.of_task)
+        means = measure.task_means(groups)
         low, high = _interval(measure, groups, means)
         value = float(means.mean())
         evaluation.estimates[measure.name] = Estimate(value=value, low=low, high=high, tasks=len(groups))
@@ -256,7 +247,7 @@ def differences(
     fewest = min((len(group) for groups in sides for group in groups), default=0)
     rows = []
     for measure in _measures(samples, powers(fewest)) if tasks else ():
-        one, other = (task_means(groups, measure.of_task) for groups in sides)
+        one, other = (measure.task_means(groups) for groups in sides)
         apart = other - one
         ends = share_difference_interval(apart) if measure.proportion else mean_interval(apart)
         low, high = (None if math.isnan(end) else end for end in ends)

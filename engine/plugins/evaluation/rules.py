@@ -27,20 +27,17 @@ MEASURE = re.compile(r"success|reward|turns|tokens|reward:.+|success@turn:[0-9]+
 MEASURES = ("reward", "success", "turns", "tokens", "success@turn:0", "pass@1", "reward:name")
 
 
-class _Set(Contract):
+class _Evaluation(Contract):
     tasks: TasksSpec | None = None
     sampling: SamplingParams = SamplingParams()
-
-
-class _Eval(_Set):
-    sets: dict[str, _Set] = Field(default_factory=dict)
+    sets: dict[str, _Evaluation] = Field(default_factory=dict)
 
 
 class _Train(Contract):
-    eval: _Eval
+    eval: _Evaluation
 
 
-class _Whole(Contract):
+class _Spec(Contract):
     """The section at its position in a spec, so that problems have the right path."""
 
     train: _Train
@@ -50,7 +47,7 @@ def _section(ctx: CheckContext) -> TrainEvalSpec | None:
     return None if ctx.spec.train is None else TrainEvalSpec.section_of(ctx.spec.train)
 
 
-def _read(ctx: CheckContext) -> tuple[dict[DataPath, _Set], list[Finding]]:
+def _read(ctx: CheckContext) -> tuple[dict[DataPath, _Evaluation], list[Finding]]:
     """Each evaluation by its path, read as `tasks` and `sampling`; none if one is not valid."""
     if (section := _section(ctx)) is None:
         return {}, []
@@ -60,12 +57,13 @@ def _read(ctx: CheckContext) -> tuple[dict[DataPath, _Set], list[Finding]]:
     given["sets"] = {name: {"tasks": one.tasks, "sampling": one.sampling} for name, one in section.sets.items()}
     loaded = ctx.loaded
     document = Document(data={"train": {"eval": given}}, origins=loaded.origins, key_origins=loaded.key_origins)
-    whole, problems = validate(document, _Whole)
+    whole, problems = validate(document, _Spec)
     found = [Finding(item.message, item.path, item.fix, origin=item.origin) for item in problems]
     if whole is None:
         return {}, found
-    sets = whole.train.eval.sets
-    return {(*EVAL, "sets", name): one for name, one in sets.items()} if sets else {EVAL: whole.train.eval}, found
+    evaluation = whole.train.eval
+    sets: dict[DataPath, _Evaluation] = {(*EVAL, "sets", name): one for name, one in evaluation.sets.items()}
+    return sets or {EVAL: evaluation}, found
 
 
 @rule("train.eval-form", "error", "the evaluation's tasks or sampling are not valid")
