@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from engine.plugin import Hook
-from engine.schemas.base import Struct
 from engine.schemas.sections import used_plugins
 from engine.train.metric_sums import MetricSums
 
@@ -31,16 +30,6 @@ if TYPE_CHECKING:
     from engine.train.state_parts import StatePart
 
 
-class Forward(Struct, frozen=True, eq=False, kw_only=True):
-    """What an objective's loss of one pack reads."""
-
-    columns: Sequence[LossColumns]
-    """Those of all rows of the update, to which packs refer by numbers."""
-    states: Tensor | None
-    """The policy's hidden states before the pack's trained tokens, [n, H], if the objective `reads_states`. With their
-    graph, unless the update leaves the policy as it is."""
-
-
 class AuxiliaryObjective:
     """One objective beside the policy's. A subclass defines what it needs."""
 
@@ -48,7 +37,7 @@ class AuxiliaryObjective:
     """Passes over a batch in which it is trained; None: as many as the policy. Passes beyond the policy's leave the
     policy as it is."""
     reads_states: bool = False
-    """Whether its loss reads `Forward.states`."""
+    """Whether its loss reads hidden states of the policy."""
     diverged = (
         "the loss of an objective beside the policy's, or its gradient's norm, is not finite: the update was not "
         "applied"
@@ -81,12 +70,20 @@ class AuxiliaryObjective:
         return False
 
     def predict(self, pack: Pack, states: Tensor | None) -> Tensor | None:
-        """What its loss compares with targets, [n], with a graph to its own parameters. `states`: those of
-        `Forward`."""
+        """What its loss compares with targets, [n], with a graph to its own parameters. `states`: as in `loss`."""
         return None
 
-    def loss(self, pack: Pack, forward: Forward) -> tuple[Tensor, MetricSums] | None:
-        """Its part of what is differentiated for a pack, a scalar with its graph, and metrics."""
+    def loss(
+        self, pack: Pack, columns: Sequence[LossColumns], states: Tensor | None
+    ) -> tuple[Tensor, MetricSums] | None:
+        """Its part of what is differentiated for a pack, a scalar with its graph, and metrics.
+
+        Args:
+            pack: The pack.
+            columns: Those of all rows of the update, to which packs refer by numbers.
+            states: The policy's hidden states before the pack's trained tokens, [n, H], if the objective
+                `reads_states`. With their graph, unless the update leaves the policy as it is.
+        """
         return None
 
     def clip_gradients(self) -> dict[str, float]:

@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from safetensors import SafetensorError
 
 from engine.errors import TrainError
-from engine.train.auxiliary import AuxiliaryObjective, Forward
+from engine.train.auxiliary import AuxiliaryObjective
 from engine.train.distributed import ProcessGroup
 from engine.train.files import write_tensors
 from engine.train.loss_columns import LossColumns, mean_length_of, minibatches, weighted_parts, whitened_advantages
@@ -243,7 +243,7 @@ class Learner:
             states = self.policy.states(pack) if reads_states else None
         of_others = []
         for other in others:
-            if (part := other.loss(pack, Forward(columns=columns, states=states))) is not None:
+            if (part := other.loss(pack, columns, states)) is not None:
                 of_others.append(part[0] if counts else 0.0 * part[0])
                 metrics.merge(part[1])
         return of_policy, of_others

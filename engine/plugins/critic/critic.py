@@ -19,7 +19,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -28,10 +27,9 @@ from msgspec.structs import replace
 from torch import Tensor, nn
 
 from engine.errors import TrainError
-from engine.plugins.critic.spec import ValueCritic
-from engine.schemas.base import Struct
+from engine.plugins.critic.spec import ProbeCritic, ValueCritic
 from engine.tokens.catalogue import resolve_model
-from engine.train.auxiliary import AuxiliaryObjective, Forward
+from engine.train.auxiliary import AuxiliaryObjective
 from engine.train.credited_rows import PENALTIES, credited_columns, with_last_state
 from engine.train.files import read_tensors, stored_names
 from engine.train.metric_sums import MetricSums
@@ -40,8 +38,6 @@ from engine.train.policy import enable_gradient_checkpointing, open_model
 from engine.train.state_parts import StatePart, load_moments, moments
 
 if TYPE_CHECKING:
-    from engine.plugins.critic.spec import ProbeCritic
-    from engine.rewards.credit import Values
     from engine.schemas.credit import CreditMethod
     from engine.schemas.train import TrainSpec
     from engine.spec.load import LoadedSpec
@@ -59,30 +55,27 @@ _WEIGHT = "weight::"
 _HEAD = "value_head"
 
 
-class LinearHead(nn.Module):
-    """A linear layer; values are 0 at first."""
+class ValueHead(nn.Module):
+    """Values of hidden states, which are 0 at first.
 
-    def __init__(self, spec: ValueCritic, size: int) -> None:
+    Args:
+        size: The size of a hidden state.
+        width: Width of the hidden layer of a `probe`, which reads detached states. None: a linear layer alone.
+    """
+
+    def __init__(self, size: int, width: int | None) -> None:
         super().__init__()
-        self.last = nn.Linear(size, 1)
+        self.last = nn.Linear(width or size, 1)
         nn.init.zeros_(self.last.weight)
         nn.init.zeros_(self.last.bias)
+        self.first = None if width is None else nn.Sequential(nn.LayerNorm(size), nn.Linear(size, width), nn.GELU())
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         """Values float32 [n] of hidden states [n, H]."""
+        if self.first is not None:
+            states = self.first(states.detach().float())
         values: torch.Tensor = self.last(states.to(self.last.weight.dtype))
         return values[:, 0].float()
-
-
-class ProbeHead(LinearHead):
-    """Normalization and one hidden layer, on detached states; values are 0 at first."""
-
-    def __init__(self, spec: ProbeCritic, size: int) -> None:
-        super().__init__(spec, spec.width)
-        self.first = nn.Sequential(nn.LayerNorm(size), nn.Linear(size, spec.width), nn.GELU())
-
-    def forward(self, states: torch.Tensor) -> torch.Tensor:
-        return super().forward(self.first(states.detach().float()))
 
 
 class Critic(AuxiliaryObjective):
@@ -134,7 +127,8 @@ class Critic(AuxiliaryObjective):
         size = (model or policy.net).hidden_size
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            self.head: LinearHead = resolve_name(spec.head)(spec, size).to(policy.device)
+            width = spec.width if isinstance(spec, ProbeCritic) else None
+            self.head = ValueHead(size, width).to(policy.device)
         if model is not None:
             embeddings = model.model.get_input_embeddings().weight
             for parameter in model.model.get_output_embeddings().parameters():
@@ -200,10 +194,20 @@ class Critic(AuxiliaryObjective):
         values: torch.Tensor = self.head(states)
         return values
 
-    def loss(self, pack: Pack, forward: Forward) -> tuple[torch.Tensor, MetricSums]:
+    def loss(
+        self, pack: Pack, columns: Sequence[LossColumns], states: torch.Tensor | None
+    ) -> tuple[torch.Tensor, MetricSums]:
         """See `AuxiliaryObjective`: a scalar, float32."""
-        values = self.predict(pack, forward.states)
-        loss, metrics = value_objective(self.spec, ValueTokens.of(values, pack, forward.columns))
+        values = self.predict(pack, states)
+        count = max(1.0, sum(float(of_row.extra["has_value"].sum()) for of_row in columns))
+
+        def column(name: str, divisor: float = 1.0) -> torch.Tensor:
+            of_rows = [columns[number].extra[name] / divisor for number in pack.rows]
+            flat = np.concatenate(of_rows) if of_rows else np.zeros(0)
+            return torch.as_tensor(flat, dtype=torch.float32).to(values.device)
+
+        weights = column("has_value", count)
+        loss, metrics = value_objective(self.spec, values, column("values"), column("returns"), weights)
         return self.spec.loss_factor * loss, metrics
 
     def clip_gradients(self) -> dict[str, float]:
@@ -251,42 +255,6 @@ class Critic(AuxiliaryObjective):
         load_moments(folder, self.optimizer, self.parameters, self._process_group)
 
 
-class ValueTokens(Struct, frozen=True, eq=False, kw_only=True):
-    """Tensors [n] of the value loss, in the order of a pack's trained tokens."""
-
-    values: Tensor
-    """A critic's values before the tokens, with their graph."""
-    old: Tensor
-    """The values before the batch's first update."""
-    returns: Tensor
-    """The targets of the values."""
-    weights: Tensor
-    """Factor of each token in the value loss: 0 where no value is trained."""
-
-    @classmethod
-    def of(cls, values: Tensor, pack: Pack, columns: Sequence[LossColumns]) -> ValueTokens:
-        """The tokens of a pack.
-
-        Args:
-            values: The critic's values before the pack's trained tokens, [n], with their graph.
-            pack: The pack.
-            columns: Those of the whole update, with `values`, `returns` and `has_value`.
-        """
-        count = max(1.0, sum(float(of_row.extra["has_value"].sum()) for of_row in columns))
-
-        def column(of_rows: Sequence[Values]) -> Tensor:
-            flat = np.concatenate(of_rows) if of_rows else np.zeros(0)
-            return torch.as_tensor(flat, dtype=torch.float32).to(values.device)
-
-        packed = [columns[number].extra for number in pack.rows]
-        return cls(
-            values=values,
-            old=column([of_row["values"] for of_row in packed]),
-            returns=column([of_row["returns"] for of_row in packed]),
-            weights=column([of_row["has_value"] / count for of_row in packed]),
-        )
-
-
 def value_losses(values: Tensor, old: Tensor, returns: Tensor, clip: float | None) -> tuple[Tensor, Tensor]:
     """Each token's value loss.
 
@@ -312,19 +280,24 @@ def value_losses(values: Tensor, old: Tensor, returns: Tensor, clip: float | Non
     return 0.5 * torch.where(decides, clipped, plain), decides
 
 
-def value_objective(spec: ValueCritic, tokens: ValueTokens) -> tuple[Tensor, MetricSums]:
+def value_objective(
+    spec: ValueCritic, values: Tensor, old: Tensor, returns: Tensor, weights: Tensor
+) -> tuple[Tensor, MetricSums]:
     """The contribution of a micro-batch to the value loss of an update, a scalar with its graph, and its metrics.
 
     Args:
         spec: The critic's section.
-        tokens: The micro-batch; n may be 0.
+        values: The critic's values before the n trained tokens of the micro-batch, [n], with their graph; n may be 0.
+        old: The values before the batch's first update, [n].
+        returns: The targets of the values, [n].
+        weights: Factor of each token in the value loss, [n]: 0 where no value is trained.
     """
-    losses, clipped = value_losses(tokens.values, tokens.old, tokens.returns, spec.clip)
-    trained = tokens.weights > 0
+    losses, clipped = value_losses(values, old, returns, spec.clip)
+    trained = weights > 0
     metrics = MetricSums()
     metrics.mean("critic/loss", losses[trained])
     metrics.mean("critic/clip_fraction", clipped[trained])
-    return (tokens.weights * losses).sum(), metrics
+    return (weights * losses).sum(), metrics
 
 
 def value_metrics(columns: Sequence[LossColumns]) -> dict[str, float]:

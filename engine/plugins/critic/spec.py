@@ -1,7 +1,7 @@
 """The critics of `train.critic`, and the credit methods that read their values: one config class each, with the facts
 that checks, docs and the trainer read.
 
-To add one: its config class here and in the face, and its head in `critic.py`.
+To add one: its config class here and in the face; `ValueHead` in `critic.py` makes its layers.
 """
 
 from __future__ import annotations
@@ -30,9 +30,6 @@ BootstrapLimit = Literal[
 
 class ValueCritic(CriticBase):
     """Base class of the critics that are heads on hidden states."""
-
-    head: ClassVar[str] = "engine.plugins.critic.critic:LinearHead"
-    """`module:class` of the layers on hidden states; made with the config class and the size of a hidden state."""
 
     lr: float = Field(default=1e-3, gt=0.0)
     """Learning rate of the critic's own weights (AdamW, constant)."""
@@ -79,8 +76,6 @@ class ValueCritic(CriticBase):
 
 class ProbeCritic(ValueCritic):
     """A small network on the policy's hidden states, whose gradient does not reach the policy."""
-
-    head: ClassVar[str] = "engine.plugins.critic.critic:ProbeHead"
 
     kind: Literal["probe"] = "probe"
     """A small network on the policy's hidden states, apart from the policy."""

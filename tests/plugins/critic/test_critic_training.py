@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,6 @@ from engine.schemas.train import TrainSpec
 from engine.spec.load import load_spec
 from engine.store import training as folders
 from engine.store.rows.row import Floats, RowCredit, TrainingRow
-from engine.train.auxiliary import Forward
 from engine.train.checkpoint import Checkpoints, State, checkpoints_of
 from engine.train.distributed import ProcessGroup
 from engine.train.learner import Learner
@@ -190,10 +190,12 @@ def test_a_pass_of_the_critic_that_is_not_finite_changes_nothing(
     real = Critic.loss
     alone: list[bool] = []
 
-    def loss(critic: Critic, pack: Pack, forward: Forward) -> tuple[torch.Tensor, MetricSums]:
-        value_loss, metrics = real(critic, pack, forward)
-        assert forward.states is not None
-        alone.append(not forward.states.requires_grad)
+    def loss(
+        critic: Critic, pack: Pack, columns: Sequence[LossColumns], states: torch.Tensor | None
+    ) -> tuple[torch.Tensor, MetricSums]:
+        value_loss, metrics = real(critic, pack, columns, states)
+        assert states is not None
+        alone.append(not states.requires_grad)
         return (value_loss * torch.inf if alone[-1] else value_loss), metrics
 
     monkeypatch.setattr(Critic, "loss", loss)

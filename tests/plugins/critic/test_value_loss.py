@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_credited_rows import LEDGER, ONE, row
 
-from engine.plugins.critic.critic import ValueTokens, value_losses, value_metrics, value_objective
+from engine.plugins.critic.critic import value_losses, value_metrics, value_objective
 from engine.plugins.critic.spec import ProbeCritic
 from engine.schemas.credit import read_credit
 from engine.train.credited_rows import credited_columns
@@ -67,10 +67,8 @@ def test_the_gradient_is_that_of_finite_differences(
 
 def test_only_weighted_tokens_count_and_the_metrics_are_means_over_them() -> None:
     values = double(1.5, 0.0, 7.0).requires_grad_()
-    tokens = ValueTokens(
-        values=values, old=double(1.0, 0.0, 7.0), returns=double(3.0, 1.0, -50.0), weights=double(0.5, 0.5, 0.0)
-    )
-    loss, metrics = value_objective(ProbeCritic(), tokens)
+    old, returns, weights = double(1.0, 0.0, 7.0), double(3.0, 1.0, -50.0), double(0.5, 0.5, 0.0)
+    loss, metrics = value_objective(ProbeCritic(), values, old, returns, weights)
     loss.backward()  # type: ignore[no-untyped-call]
     assert loss.item() == pytest.approx(0.5 * (0.5 * 1.8**2 + 0.5))
     assert values.grad is not None
@@ -80,7 +78,7 @@ def test_only_weighted_tokens_count_and_the_metrics_are_means_over_them() -> Non
 
 def test_an_empty_micro_batch_is_zero() -> None:
     empty = double()
-    loss, metrics = value_objective(ProbeCritic(), ValueTokens(values=empty, old=empty, returns=empty, weights=empty))
+    loss, metrics = value_objective(ProbeCritic(), empty, empty, empty, empty)
     assert (loss.item(), metrics.result()) == (0.0, {})
 
 
