@@ -10,6 +10,7 @@ import asyncio
 import os
 import sys
 import time
+from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -122,12 +123,11 @@ class LocalBackend(Backend):
             os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         from engine.plugins.local.worker import SamplingWorker
 
-        loop = asyncio.get_running_loop()
-        ready: asyncio.Future[None] = loop.create_future()
+        ready: Future[None] = Future()
         worker = SamplingWorker(lambda: self._load(folder), self._prefill_tokens)
-        worker.start(loop, ready)
+        worker.start(ready)
         try:
-            await ready
+            await asyncio.wrap_future(ready)
         except asyncio.CancelledError:
             worker.end()
             raise
@@ -204,11 +204,9 @@ class LocalBackend(Backend):
         most = tokens_to_sample(request, rows=worker.packed.vocab, context=self.context)
         assert self._vocab is not None
         assert self._device is not None
-        loop = asyncio.get_running_loop()
         pending = PendingReply(
             request=request,
-            future=loop.create_future(),
-            loop=loop,
+            future=Future(),
             sampling=SamplingState(request, self._vocab, self._device),
             stops=StopStrings(self._decode, request.sampling.stop),
             most=most,
@@ -216,7 +214,7 @@ class LocalBackend(Backend):
         )
         worker.submit(pending)
         try:
-            return await pending.future
+            return await asyncio.wrap_future(pending.future)
         except asyncio.CancelledError:
             pending.cancelled = True
             worker.wake()

@@ -10,11 +10,11 @@ Invariant: `row.cached` tokens of `row.ids` are in the cache, and never more tha
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -38,8 +38,7 @@ class PendingReply:
     """A request whose reply is not complete."""
 
     request: GenerateRequest
-    future: asyncio.Future[Generation]
-    loop: asyncio.AbstractEventLoop
+    future: Future[Generation]
     sampling: SamplingState
     stops: StopStrings
     most: int

@@ -14,8 +14,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -33,17 +32,8 @@ from engine.schemas.generation import FinishReason, Generation
 
 log = structlog.get_logger(__name__)
 
-Answer = tuple["asyncio.Future[Any]", Any]
-"""A future, and its result or exception."""
-
-
-@dataclass(slots=True, eq=False)
-class Command:
-    """A function to call in the thread between two steps."""
-
-    run: Callable[[], Any]
-    future: asyncio.Future[Any]
-    loop: asyncio.AbstractEventLoop
+Command = tuple[Callable[[], Any], Future[Any]]
+"""A function to call in the thread between two steps, and its result."""
 
 
 class SamplingWorker:
@@ -62,7 +52,8 @@ class SamplingWorker:
         self._closing = False
         self._closed: BackendError | None = None
         self._waiting: deque[PendingReply] = deque()
-        self._answers: dict[asyncio.AbstractEventLoop, list[Answer]] = {}
+        self._answers: list[tuple[Future[Any], Any]] = []
+        """The step's results and exceptions."""
         self.version = 0
         self.counts: Counter[str] = Counter()
         self.seconds: dict[str, float] = {"forward": 0.0, "sample": 0.0}
@@ -70,9 +61,9 @@ class SamplingWorker:
         self.table: RowTable
         self._thread: threading.Thread
 
-    def start(self, loop: asyncio.AbstractEventLoop, ready: asyncio.Future[None]) -> None:
+    def start(self, ready: Future[None]) -> None:
         """Start the thread. `ready` gets its result when the model is loaded."""
-        self._thread = threading.Thread(target=self._main, args=(loop, ready), name="local-backend", daemon=True)
+        self._thread = threading.Thread(target=self._main, args=(ready,), name="local-backend", daemon=True)
         self._thread.start()
 
     def submit(self, item: PendingReply | Command) -> None:
@@ -89,10 +80,9 @@ class SamplingWorker:
 
     def call(self, run: Callable[[], Any]) -> asyncio.Future[Any]:
         """Call a function in the thread, before the next step. Raises: BackendError: The backend is closed."""
-        loop = asyncio.get_running_loop()
-        command = Command(run, loop.create_future(), loop)
-        self.submit(command)
-        return command.future
+        future: Future[Any] = Future()
+        self.submit((run, future))
+        return asyncio.wrap_future(future)
 
     def wake(self) -> None:
         """Wake the thread, so that it removes a cancelled request even if nothing runs."""
@@ -110,22 +100,21 @@ class SamplingWorker:
         self.end()
         self._thread.join()
 
-    def _main(self, loop: asyncio.AbstractEventLoop, ready: asyncio.Future[None]) -> None:
+    def _main(self, ready: Future[None]) -> None:
         try:
             self.packed, self.table = self._load()
         except Exception as error:  # noqa: BLE001  `start` raises every error
             reason = f"the local backend cannot start: {type(error).__name__}: {error}"
             self._fail_all(BackendError(reason, kind="not_started"))
-            self._answer(
-                loop, ready, error if isinstance(error, EngineError) else BackendError(reason, kind="not_started")
-            )
+            known = isinstance(error, EngineError)
+            self._answers.append((ready, error if known else BackendError(reason, kind="not_started")))
             self._flush()
             return
         if not self.packed.reuses_prefixes:
             self._prefill_tokens = 1 << 30  # each prompt is one chunk, however many prompts a step has
         if self._prefill_tokens is None:
             self._prefill_tokens = 512 if self.packed.device.type == "cpu" else 4096
-        self._answer(loop, ready, None)
+        self._answers.append((ready, None))
         self._flush()
         while self._receive():
             try:
@@ -136,7 +125,7 @@ class SamplingWorker:
                 reason = f"the model's forward pass failed: {type(error).__name__}: {error}"
                 for row in self.table.running:
                     if (pending := row.pending) is not None:
-                        self._answer(pending.loop, pending.future, BackendError(reason, kind="step_failed"))
+                        self._answers.append((pending.future, BackendError(reason, kind="step_failed")))
                     self.table.finish(row)
                 self.table.clear()  # rows may be partly written
             self._flush()
@@ -155,10 +144,11 @@ class SamplingWorker:
             if isinstance(item, PendingReply):
                 self._waiting.append(item)
                 continue
+            run, future = item
             try:
-                self._answer(item.loop, item.future, item.run())
+                self._answers.append((future, run()))
             except Exception as error:  # noqa: BLE001  the caller gets the error
-                self._answer(item.loop, item.future, error)
+                self._answers.append((future, error))
         return not closing
 
     def _step(self) -> None:
@@ -198,7 +188,7 @@ class SamplingWorker:
             except Exception as error:
                 log.exception("a row could not be assigned to a request")
                 reason = f"a row could not be assigned to the request: {type(error).__name__}: {error}"
-                self._answer(pending.loop, pending.future, BackendError(reason, kind="step_failed"))
+                self._answers.append((pending.future, BackendError(reason, kind="step_failed")))
                 continue
             if row is not None:
                 self.counts["requests"] += 1
@@ -247,7 +237,7 @@ class SamplingWorker:
         ):
             if not np.isfinite(logprob):
                 reason = "the model's logits are not a distribution (nan, or every token is banned)"
-                self._answer(pending.loop, pending.future, BackendError(reason, kind="bad_logits"))
+                self._answers.append((pending.future, BackendError(reason, kind="bad_logits")))
                 self.table.finish(row)
                 continue
             row.push(token, logprob, self.version)
@@ -255,7 +245,7 @@ class SamplingWorker:
             self.counts["tokens"] += 1
             output_ids = row.ids[row.prompt : row.length]
             if (finish := finish_reason(pending.request, output_ids, pending.most, pending.stops)) is not None:
-                self._answer(pending.loop, pending.future, self._generation(row, pending, finish))
+                self._answers.append((pending.future, self._generation(row, pending, finish)))
                 self.table.finish(row)
 
     def _generation(self, row: CacheRow, pending: PendingReply, finish: FinishReason) -> Generation:
@@ -285,18 +275,20 @@ class SamplingWorker:
             [row.pending for row in self.table.running if row.pending is not None] if hasattr(self, "table") else []
         )
         for item in [*left, *running]:
-            self._answer(item.loop, item.future, BackendError(str(reason), kind=reason.kind))
+            future = item.future if isinstance(item, PendingReply) else item[1]
+            self._answers.append((future, BackendError(str(reason), kind=reason.kind)))
         self._flush()
 
-    def _answer(self, loop: asyncio.AbstractEventLoop, future: asyncio.Future[Any], result: Any) -> None:
-        self._answers.setdefault(loop, []).append((future, result))
-
     def _flush(self) -> None:
-        """Deliver the step's results, with one call per event loop."""
-        answers, self._answers = self._answers, {}
-        for loop, of_loop in answers.items():
-            with suppress(RuntimeError):  # the loop is closed, so no caller waits
-                loop.call_soon_threadsafe(_resolve, of_loop)
+        """Deliver the step's results, except to callers that were cancelled."""
+        answers, self._answers = self._answers, []
+        for future, result in answers:
+            if not future.set_running_or_notify_cancel():
+                continue
+            if isinstance(result, BaseException):
+                future.set_exception(result)
+            else:
+                future.set_result(result)
 
 
 def _chunk(row: CacheRow, count: int) -> RowChunk:
@@ -305,13 +297,3 @@ def _chunk(row: CacheRow, count: int) -> RowChunk:
     return RowChunk(
         row=row.index, ids=row.ids[row.cached : row.cached + count].tolist(), past=row.cached, images=images
     )
-
-
-def _resolve(answers: list[Answer]) -> None:
-    for future, result in answers:
-        if future.done():
-            continue
-        if isinstance(result, BaseException):
-            future.set_exception(result)
-        else:
-            future.set_result(result)

@@ -1,10 +1,8 @@
 from __future__ import annotations
 
-import asyncio
-from typing import Any
+from concurrent.futures import Future
 
 import numpy as np
-import pytest
 import torch
 from generate_requests import generate_request
 from hypothesis import given
@@ -19,17 +17,10 @@ CPU = torch.device("cpu")
 HEADS, WIDTH = 2, 4
 
 
-@pytest.fixture
-def loop() -> Any:
-    made = asyncio.new_event_loop()
-    yield made
-    made.close()
-
-
-def pending(loop: asyncio.AbstractEventLoop, ids: list[int], episode: str, most: int = 4) -> PendingReply:
+def pending(ids: list[int], episode: str, most: int = 4) -> PendingReply:
     request = generate_request(ids, episode=episode, max_new_tokens=most, stop_token_ids=[])
     sampling = SamplingState(request, 1000, CPU)
-    return PendingReply(request, loop.create_future(), loop, sampling, StopStrings(str, []), most)
+    return PendingReply(request, Future(), sampling, StopStrings(str, []), most)
 
 
 class Cached:
@@ -70,50 +61,50 @@ def test_the_common_prefix_is_the_longest(left: list[int], right: list[int]) -> 
     assert common_prefix(np.asarray(left, dtype=np.int32), np.asarray(right, dtype=np.int32)) == expected
 
 
-def test_a_request_waits_for_a_prefix_that_another_is_computing(loop: Any) -> None:
+def test_a_request_waits_for_a_prefix_that_another_is_computing() -> None:
     cached = Cached(3)
     shared = list(range(100, 200))
-    first = cached.table.admit(pending(loop, [*shared, 1], "a"))
+    first = cached.table.admit(pending([*shared, 1], "a"))
     assert first is not None
-    assert cached.table.admit(pending(loop, [*shared, 2], "b")) is None
-    other = cached.table.admit(pending(loop, [*shared[:50], 3], "c"))
+    assert cached.table.admit(pending([*shared, 2], "b")) is None
+    other = cached.table.admit(pending([*shared[:50], 3], "c"))
     assert other is not None  # too little in common to wait for
     cached.compute(first)
-    second = cached.table.admit(pending(loop, [*shared, 2], "b"))
+    second = cached.table.admit(pending([*shared, 2], "b"))
     assert second is not None
     assert (second.cached, second.reused) == (100, 100)
     cached.check(second)
 
 
-def test_no_free_row_means_waiting(loop: Any) -> None:
+def test_no_free_row_means_waiting() -> None:
     table = Cached(1).table
-    assert table.admit(pending(loop, [1, 2], "a")) is not None
-    assert table.admit(pending(loop, [3, 4], "b")) is None
+    assert table.admit(pending([1, 2], "a")) is not None
+    assert table.admit(pending([3, 4], "b")) is None
 
 
-def test_an_empty_row_goes_before_a_finished_one_and_that_before_a_resting_one(loop: Any) -> None:
+def test_an_empty_row_goes_before_a_finished_one_and_that_before_a_resting_one() -> None:
     cached = Cached(3)
     rows = []
     for episode in ("a", "b"):
-        row = cached.table.admit(pending(loop, [ord(episode)] * 20, episode))
+        row = cached.table.admit(pending([ord(episode)] * 20, episode))
         assert row is not None
         cached.compute(row)
         cached.table.finish(row)
         rows.append(row)
-    empty = cached.table.admit(pending(loop, [1] * 20, "c"))
+    empty = cached.table.admit(pending([1] * 20, "c"))
     assert empty is not None
     assert empty.index == 2
     cached.table.release("b")
-    finished = cached.table.admit(pending(loop, [2] * 20, "d"))
+    finished = cached.table.admit(pending([2] * 20, "d"))
     assert finished is rows[1]
     assert cached.table.counts["stashed"] == 0
-    assert cached.table.admit(pending(loop, [3] * 20, "e")) is rows[0]
+    assert cached.table.admit(pending([3] * 20, "e")) is rows[0]
     assert cached.table.counts["stashed"] == 1
 
 
-def test_an_episode_that_is_released_while_it_runs_leaves_nothing_to_come_back_to(loop: Any) -> None:
+def test_an_episode_that_is_released_while_it_runs_leaves_nothing_to_come_back_to() -> None:
     cached = Cached(1)
-    row = cached.table.admit(pending(loop, [5] * 20, "a"))
+    row = cached.table.admit(pending([5] * 20, "a"))
     assert row is not None
     cached.compute(row)
     cached.table.release("a")
@@ -132,7 +123,6 @@ def test_whatever_is_reused_is_what_the_prompt_says(
     turns: list[tuple[int, int, bool, bool]], rows: int, budget: int
 ) -> None:
     """Episodes grow, are rewritten, share prefixes, are stashed, come back and end, in any order."""
-    loop = asyncio.new_event_loop()
     cached = Cached(rows, budget)
     contexts: dict[int, list[int]] = {}
     shared = list(range(200, 220))
@@ -141,7 +131,7 @@ def test_whatever_is_reused_is_what_the_prompt_says(
         if rewrite:
             del context[len(context) // 2 :]
         context.extend((number * 31 + place) % 900 for place in range(new))
-        row = cached.table.admit(pending(loop, context, str(episode)))
+        row = cached.table.admit(pending(context, str(episode)))
         assert row is not None
         assert row.cached <= len(context) - 1
         cached.check(row)
@@ -156,12 +146,11 @@ def test_whatever_is_reused_is_what_the_prompt_says(
             del contexts[episode]
     for row in cached.table.rows:
         cached.check(row)
-    loop.close()
 
 
-def test_version_spans_cover_a_reply(loop: Any) -> None:
+def test_version_spans_cover_a_reply() -> None:
     row = CacheRow(0)
-    row.begin(pending(loop, [1, 2], "a"), 0, 1)
+    row.begin(pending([1, 2], "a"), 0, 1)
     for version in (4, 4, 6):
         row.push(9, -0.5, version)
     assert [(span.version, span.start, span.end) for span in row.versions] == [(4, 0, 2), (6, 2, 3)]
