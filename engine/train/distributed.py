@@ -178,10 +178,6 @@ class ShardedProcessGroup(ProcessGroup):
         self._models: list[nn.Module] = []
         self._roots: list[ShardedRoot] = []
 
-    @property
-    def main(self) -> bool:
-        return self.rank == 0
-
     def shard(self, model: nn.Module, *, offload: bool = False) -> RunForward:
         """Shard each block of the text model (`_no_split_modules`) by itself, and all other parameters as one unit.
 

@@ -120,15 +120,8 @@ def score(spec: ScoreCredit, group: Sequence[Member]) -> list[Values]:
 
     The result holds one array, float64 [turns], for each episode of the group.
     """
-    rewards = shaped(group, spec.reward, lambda chosen, _: bonus(chosen, spec.alpha))
+    rewards = shaped(group, spec.reward, lambda chosen, _: chosen + spec.alpha * np.diff(chosen, prepend=chosen[:1]))
     return compare_turns(spec, [returns_to_go(row, spec.gamma) for row in rewards])
-
-
-def bonus(rewards: Values, alpha: float) -> Values:
-    """r' of the rewards; float64 [turns]."""
-    better = np.zeros(len(rewards))
-    better[1:] = rewards[1:] - rewards[:-1]
-    return rewards + alpha * better
 
 
 def progress(spec: ProgressCredit, group: Sequence[Member]) -> list[Values]:
