@@ -27,7 +27,7 @@ from msgspec.structs import replace
 from torch import Tensor, nn
 
 from engine.errors import TrainError
-from engine.plugins.critic.spec import ProbeCritic, ValueCritic
+from engine.plugins.critic.spec import HeadCritic, NetworkCritic, ProbeCritic, ValueCritic
 from engine.tokens.catalogue import resolve_model
 from engine.train.auxiliary import AuxiliaryObjective
 from engine.train.credited_rows import PENALTIES, credited_columns, with_last_state
@@ -208,7 +208,7 @@ class Critic(AuxiliaryObjective):
 
         weights = column("has_value", count)
         loss, metrics = value_objective(self.spec, values, column("values"), column("returns"), weights)
-        return self.spec.loss_factor * loss, metrics
+        return (self.spec.coefficient if isinstance(self.spec, HeadCritic) else 1.0) * loss, metrics
 
     def clip_gradients(self) -> dict[str, float]:
         """See `AuxiliaryObjective`."""
@@ -227,13 +227,10 @@ class Critic(AuxiliaryObjective):
 
     def state_parts(self) -> dict[str, StatePart]:
         """See `AuxiliaryObjective`: weights and AdamW's state."""
-        return {"critic": StatePart(1, self._tensors, self._load)}
+        return {"critic": StatePart(1, lambda: self._weights() | moments(self.optimizer, self.parameters), self._load)}
 
     def _weights(self) -> dict[str, torch.Tensor]:
         return {f"{_WEIGHT}{name}": weight for name, weight in self.masters.tensors().items()}
-
-    def _tensors(self) -> dict[str, torch.Tensor]:
-        return self._weights() | moments(self.optimizer, self.parameters)
 
     def _load(self, folder: Path) -> None:
         """Read the critic's part of a checkpoint.
@@ -334,18 +331,20 @@ def objective_of(loaded: LoadedSpec, train: TrainSpec, template: ChatTemplate, p
         policy,
         policy.net.process_group,
         seed=train.seed,
-        model=_own_model(loaded, train, train.critic, template, policy) if train.critic.own_model else None,
+        model=_own_model(loaded, train, train.critic, template, policy)
+        if isinstance(train.critic, NetworkCritic)
+        else None,
         gradient_checkpointing=train.memory.gradient_checkpointing,
     )
 
 
 def _own_model(
-    loaded: LoadedSpec, train: TrainSpec, critic: ValueCritic, template: ChatTemplate, policy: Policy
+    loaded: LoadedSpec, train: TrainSpec, critic: NetworkCritic, template: ChatTemplate, policy: Policy
 ) -> PackedModel:
     """Load the model of a `network`."""
-    path, revision = critic.model
+    path = critic.path
     model = open_model(
-        policy.net.folder if path is None else resolve_model(path, revision, loaded.base),
+        policy.net.folder if path is None else resolve_model(path, critic.revision, loaded.base),
         train,
         temperature=1.0,
         vocab=template.vocab_size,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from engine.limits import LIMITS
-from engine.plugins.critic.spec import ValueCritic
+from engine.plugins.critic.spec import NetworkCritic, ValueCritic
 from engine.spec.text.diagnostic import DataPath
 from engine.validate.context import CheckContext
 from engine.validate.registry import Finding, rule
@@ -58,6 +58,6 @@ def critic_option(ctx: CheckContext) -> Iterator[Finding]:
     if ctx.written("train", "dynamic_sampling") and train.dynamic_sampling:
         message = "with a critic no group is dropped, because advantages are known only when the batch is trained on"
         yield Finding(message, ("train", "dynamic_sampling"), "remove it")
-    if ctx.written(*path, "revision") and train.critic.model[0] is None:
+    if isinstance(train.critic, NetworkCritic) and ctx.written(*path, "revision") and train.critic.path is None:
         message = "`path` is not set, so the critic begins as the policy's model, and `revision` has no effect"
         yield Finding(message, (*path, "revision"), "set `path`, or remove it", key=True)

@@ -63,16 +63,6 @@ class ValueCritic(CriticBase):
     def bootstraps(self) -> frozenset[str]:
         return frozenset(self.bootstrap)
 
-    @property
-    def loss_factor(self) -> float:
-        """Factor of the value loss in what is differentiated."""
-        return 1.0
-
-    @property
-    def model(self) -> tuple[str | None, str | None]:
-        """Path and revision of a model of its own; None is the policy's."""
-        return None, None
-
 
 class ProbeCritic(ValueCritic):
     """A small network on the policy's hidden states, whose gradient does not reach the policy."""
@@ -92,10 +82,6 @@ class HeadCritic(ValueCritic):
     coefficient: float = Field(default=0.1, gt=0.0)
     """Factor of the value loss in the gradient that reaches the policy's weights and the head."""
 
-    @property
-    def loss_factor(self) -> float:
-        return self.coefficient
-
 
 class NetworkCritic(ValueCritic):
     """A model of its own with a linear layer. All of its weights are trained, also if the policy trains a LoRA
@@ -112,10 +98,6 @@ class NetworkCritic(ValueCritic):
     model."""
     revision: str | None = None
     """Revision of a model of the Hugging Face Hub."""
-
-    @property
-    def model(self) -> tuple[str | None, str | None]:
-        return self.path, self.revision
 
 
 class BilevelGaeCredit(CreditMethod):
