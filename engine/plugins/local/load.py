@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from functools import partial
 from inspect import signature
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -184,11 +184,8 @@ class BatchedModel:
 
     def _forward_packed(self, chunks: Sequence[RowChunk], wanted: Sequence[int]) -> torch.Tensor:
         """Compute `forward` in one pass of the model."""
-        ends, at = [], 0
-        for chunk in chunks:
-            at += len(chunk.ids)
-            ends.append(at - 1)
-        keep = torch.tensor([ends[index] for index in wanted] or [at - 1], device=self.device)
+        ends = list(accumulate(len(chunk.ids) for chunk in chunks))
+        keep = torch.tensor([ends[index] - 1 for index in wanted] or [ends[-1] - 1], device=self.device)
         plan = Plan(chunks, self.device)
         with torch.inference_mode(), self._cache as cache:
             cache.plan = plan

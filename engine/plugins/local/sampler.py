@@ -15,7 +15,6 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from engine.schemas.base import Struct
 from engine.schemas.generation import GenerateRequest
 
 BLOCK = 256
@@ -96,22 +95,18 @@ def _pairs(values: dict[int, float], device: torch.device) -> tuple[torch.Tensor
     return torch.tensor(list(values), device=device), torch.tensor(list(values.values()), device=device)
 
 
-class SampledStep(Struct, frozen=True, kw_only=True):
-    """One token per row."""
-
-    ids: np.ndarray
-    """int64 [rows]."""
-    logprobs: np.ndarray
-    """float32 [rows]; nan where the model's logits are not a distribution."""
-
-
-def sample(logits: torch.Tensor, states: Sequence[SamplingState], places: Sequence[int]) -> SampledStep:
+def sample(
+    logits: torch.Tensor, states: Sequence[SamplingState], places: Sequence[int]
+) -> tuple[np.ndarray, np.ndarray]:
     """Sample one token per row.
 
     Args:
         logits: float32 [rows, vocab]; overwritten.
         states: The sampling state of each row.
         places: Number of tokens in each row's reply so far.
+
+    Returns:
+        Ids, int64 [rows], and log-probs, float32 [rows]; nan where the model's logits are not a distribution.
     """
     for row, (state, place) in enumerate(zip(states, places, strict=True)):
         state.edit(logits[row], place)
@@ -139,21 +134,24 @@ def sample(logits: torch.Tensor, states: Sequence[SamplingState], places: Sequen
         ids[picked] = _filtered(chances, [states[row] for row in cut], draws[picked])
     ids.clamp_(0, vocab - 1)  # a row of nan gives an arbitrary id; its log-prob is nan
     logprobs = ((logits.gather(1, ids[:, None])[:, 0] - best.values).double() - total.log()).float()
-    return SampledStep(ids=ids.cpu().numpy(), logprobs=logprobs.cpu().numpy())
+    return ids.cpu().numpy(), logprobs.cpu().numpy()
 
 
-def sample_each(logits: torch.Tensor, states: Sequence[SamplingState], places: Sequence[int]) -> SampledStep:
+def sample_each(
+    logits: torch.Tensor, states: Sequence[SamplingState], places: Sequence[int]
+) -> tuple[np.ndarray, np.ndarray]:
     """Sample each row separately, so that sums over a row do not depend on the number of rows.
 
     `logits` has shape [rows, vocabulary]; the arrays of the result have shape [rows].
     """
-    found = [
-        sample(logits[row : row + 1].clone(), states[row : row + 1], places[row : row + 1])
-        for row in range(len(states))
-    ]
-    return SampledStep(
-        ids=np.concatenate([one.ids for one in found]), logprobs=np.concatenate([one.logprobs for one in found])
+    ids, logprobs = zip(
+        *(
+            sample(logits[row : row + 1].clone(), states[row : row + 1], places[row : row + 1])
+            for row in range(len(states))
+        ),
+        strict=True,
     )
+    return np.concatenate(ids), np.concatenate(logprobs)
 
 
 def _invert(blocks: torch.Tensor, block_sums: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

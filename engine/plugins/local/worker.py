@@ -231,10 +231,9 @@ class SamplingWorker:
             return
         replies = [row.pending for row in rows if row.pending is not None]
         states, places = [pending.sampling for pending in replies], [row.sampled for row in rows]
-        drawn = sample_each(logits, states, places) if self.packed.repeatable else sample(logits, states, places)
-        for row, pending, token, logprob in zip(
-            rows, replies, drawn.ids.tolist(), drawn.logprobs.tolist(), strict=True
-        ):
+        draw = sample_each if self.packed.repeatable else sample
+        ids, logprobs = draw(logits, states, places)
+        for row, pending, token, logprob in zip(rows, replies, ids.tolist(), logprobs.tolist(), strict=True):
             if not np.isfinite(logprob):
                 reason = "the model's logits are not a distribution (nan, or every token is banned)"
                 self._answers.append((pending.future, BackendError(reason, kind="bad_logits")))
