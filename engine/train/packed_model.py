@@ -207,7 +207,7 @@ class PackedModel:
             inputs = nullcontext({"position_ids": pack.position_ids.to(self.device)[None]})
         with self.autocast(), inputs as named:
             given = pack.experts if self.replays_experts or self._checks else None
-            self._routers.use(None if given is None else given.to(self.device))
+            self._routers.used = None if given is None else given.to(self.device)
             out = self.model.base_model(
                 input_ids=pack.input_ids.to(self.device)[None], use_cache=False, pack=pack, **named
             )

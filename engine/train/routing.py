@@ -80,12 +80,11 @@ class RouterReplay:
         replay = RouterReplay(model)
         replay.observes = True
         model(...)                  # the routers' own choices; this pass also finds each router's formula
-        replay.use(experts)         # int [T, layers, top_k] on the model's device, -1 where not known
+        replay.used = experts       # int [T, layers, top_k] on the model's device, -1 where not known
         model(...)                  # the given choices
-        replay.use(None)
+        replay.used = None
 
-    The choices stay in use until the next call of `use`: gradient checkpointing runs a layer again in the backward
-    pass.
+    The choices stay in use until `used` is set again: gradient checkpointing runs a layer again in the backward pass.
 
     Args:
         model: A model of transformers, with or without routers.
@@ -97,7 +96,8 @@ class RouterReplay:
         """The formula of each layer with a router; None until it is found."""
         self._seen: dict[int, torch.Tensor] = {}
         """The routers' own choices in the newest pass that was observed."""
-        self._used: torch.Tensor | None = None
+        self.used: torch.Tensor | None = None
+        """The choices of the next passes, int [T, layers, top_k] with -1 where not known; None: the routers' own."""
         self.observes = False
         """Whether passes with the routers' own choices are observed, for `problem` and `seen`."""
         for layer, router in routers_of(model).items():
@@ -108,11 +108,6 @@ class RouterReplay:
     def layers(self) -> list[int]:
         """The layers with a router, ascending."""
         return sorted(self._formulas)
-
-    def use(self, experts: torch.Tensor | None) -> None:
-        """Use these choices, int [T, layers, top_k] with -1 where not known, in the next passes; None: the routers'
-        own."""
-        self._used = experts
 
     def problem(self) -> str | None:
         """Why given choices cannot be used; None: they can. Call it after a pass that was observed."""
@@ -137,7 +132,7 @@ class RouterReplay:
 
     def _replay(self, layer: int, _router: torch.nn.Module, _inputs: Any, output: Any) -> Any:
         """The hook of a router: its output with the choices in use."""
-        used, formula = self._used, self._formulas[layer]
+        used, formula = self.used, self._formulas[layer]
         if used is None:
             if self.observes:
                 if formula is None and is_routing(output):
@@ -145,7 +140,7 @@ class RouterReplay:
                 if formula is not None:
                     self._seen[layer] = output[2]
             return None
-        assert formula is not None, "`use` was called in spite of a `problem`"
+        assert formula is not None, "`used` was set in spite of a `problem`"
         logits, weights, chosen = output
         if layer >= used.shape[1] or used.shape[2] != chosen.shape[-1] or len(used) != len(chosen):
             raise TrainError(

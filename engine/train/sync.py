@@ -39,10 +39,6 @@ class Pushed(Struct, frozen=True, kw_only=True):
     pause_seconds: float
     """Seconds in which no server sampled."""
 
-    def metrics(self) -> dict[str, float]:
-        """The metrics of the push."""
-        return {"sync/bytes": float(self.bytes), "sync/pause_seconds": self.pause_seconds}
-
 
 class WeightSync(Protocol):
     """A way to send weights."""

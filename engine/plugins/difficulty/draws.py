@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from engine.runner.batch import Group
     from engine.runner.task_order import TaskOrder
     from engine.schemas.train import TrainSpec
-    from engine.schemas.trajectory import Trajectory
 
 log = structlog.get_logger(__name__)
 
@@ -55,13 +54,12 @@ class DifficultyFilter(DrawFilter):
 
     def results(self, groups: Sequence[Group]) -> dict[str, list[int]]:
         """See `DrawFilter`: solved and all episodes of each group."""
-        return {str(group.number): list(self.result(group.trajectories)) for group in groups}
-
-    def result(self, trajectories: Sequence[Trajectory]) -> Result:
-        """Count the solved episodes of a group."""
-        at = self._spec.solved_at
-        outcomes = [trajectory.outcome for trajectory in trajectories if trajectory.outcome.trainable]
-        return sum(outcome.solved if at is None else outcome.reward >= at for outcome in outcomes), len(outcomes)
+        at, results = self._spec.solved_at, {}
+        for group in groups:
+            outcomes = [trajectory.outcome for trajectory in group.trajectories if trajectory.outcome.trainable]
+            solved = sum(outcome.solved if at is None else outcome.reward >= at for outcome in outcomes)
+            results[str(group.number)] = [solved, len(outcomes)]
+        return results
 
     def add(self, results: Mapping[str, Sequence[int]]) -> None:
         """See `DrawFilter`."""

@@ -15,6 +15,7 @@ from trainings import begin_training, policy_weights, resume_training
 from engine.errors import SpecError
 from engine.plugins.difficulty.draws import DifficultyFilter
 from engine.plugins.difficulty.spec import DifficultySpec
+from engine.runner.batch import Group
 from engine.runner.groups import GroupRunner, GroupSchedule
 from engine.runner.runner import Runner
 from engine.runner.task_order import TaskOrder
@@ -48,9 +49,10 @@ def test_the_rate_is_that_of_the_newest_episodes_over_epochs() -> None:
 
 def test_bounds_and_what_counts_as_solved() -> None:
     found = filter_of(window=2, low=0.2, high=0.8, keep=0.0, solved_at=0.3)
-    group = [make_trajectory(TASKS[0], sample, reward) for sample, reward in enumerate((0.3, 0.29, 1.0))]
-    assert found.result(group) == (2, 3)
-    assert filter_of().result(group) == (1, 3)
+    episodes = [make_trajectory(TASKS[0], sample, reward) for sample, reward in enumerate((0.3, 0.29, 1.0))]
+    group = Group(number=0, task_id=TASKS[0].id, version=0, trajectories=episodes, rows=[], small=False)
+    assert found.results([group]) == {"0": [2, 3]}
+    assert filter_of().results([group]) == {"0": [1, 3]}
     found.add({"0": [9, 10], "1": [1, 10], "2": [5, 10]})
     assert [found.skips(number) for number in range(3)] == [True, True, False]
 
