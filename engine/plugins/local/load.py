@@ -52,6 +52,12 @@ class BatchedModel:
 
     images_computed = 0
     """Images whose features were computed; 0 for a model without a vision tower."""
+    reuses_prefixes = True
+    """Whether a request may reuse the cached prefix of another."""
+    auto_class = "AutoModelForCausalLM"
+    """The class of transformers that loads the model."""
+    attention: str | dict[str, str] = ATTENTION
+    """The attention of its text layers, as transformers takes it."""
 
     def __init__(
         self,
@@ -108,17 +114,12 @@ class BatchedModel:
         if repeatable:
             self._check_repeatable(folder)
 
-    @property
-    def reuses_prefixes(self) -> bool:
-        """Whether a request may reuse the cached prefix of another."""
-        return True
-
     def _open(self, folder: Path) -> Any:
         """Load the model of transformers."""
-        from transformers import AutoModelForCausalLM
+        import transformers
 
         with no_bars():
-            return AutoModelForCausalLM.from_pretrained(
+            return getattr(transformers, self.auto_class).from_pretrained(
                 folder, dtype=self.dtype, attn_implementation="sdpa", trust_remote_code=False
             )
 
@@ -154,10 +155,6 @@ class BatchedModel:
                 kind="unsupported_model",
             )
         self.store.write("experts", layer, output[2].to(torch.int16)[:, None], self._cache.plan)
-
-    def _set_attention(self) -> None:
-        """Make the text layers use `attend`."""
-        self.model.set_attn_implementation(ATTENTION)
 
     def _random_ids(self, length: int, seed: int) -> torch.Tensor:
         """Ids for the checks, int64 [2, length]."""
@@ -266,7 +263,7 @@ class BatchedModel:
             expected = self.model(input_ids=ids.to(self.device)).logits.float().log_softmax(-1)
         used = list(range(min(2, rows)))
         try:
-            self._set_attention()
+            self.model.set_attn_implementation(self.attention)
             logprobs = []
             for start, end in pairwise((0, length - 8, length - 4, length - 1, length)):
                 chunks = [RowChunk(row=row, ids=ids[row, start:end].tolist(), past=start) for row in used]

@@ -18,7 +18,6 @@ import torch
 
 from engine.plugins.local.kv import ATTENTION, Plan, PromptImages, RowChunk
 from engine.plugins.local.load import BatchedModel
-from engine.tokens.catalogue import no_bars
 from engine.tokens.vision import Vision
 
 
@@ -46,6 +45,9 @@ def place_images(
 class VisionModel(BatchedModel):
     """A model with a vision tower whose forward pass takes tokens and images of many sequences at once."""
 
+    auto_class = "AutoModelForImageTextToText"
+    attention = {"text_config": ATTENTION}  # noqa: RUF012  never changed
+
     def __init__(
         self,
         folder: Path,
@@ -64,24 +66,9 @@ class VisionModel(BatchedModel):
                 batch.
         """
         self.vision = vision
-        self.images_computed = 0
+        # a token's bits depend on how many tokens its pass has
+        self.reuses_prefixes = not repeatable
         super().__init__(folder, device, dtype, rows, repeatable=repeatable, experts=experts)
-
-    @property
-    def reuses_prefixes(self) -> bool:
-        """Not with `repeatable`: the bits of a token depend on how many tokens its pass has."""
-        return not self.repeatable
-
-    def _open(self, folder: Path) -> Any:
-        from transformers import AutoModelForImageTextToText
-
-        with no_bars():
-            return AutoModelForImageTextToText.from_pretrained(
-                folder, dtype=self.dtype, attn_implementation="sdpa", trust_remote_code=False
-            )
-
-    def _set_attention(self) -> None:
-        self.model.set_attn_implementation({"text_config": ATTENTION})
 
     def _random_ids(self, length: int, seed: int) -> torch.Tensor:
         allowed = np.setdiff1d(np.arange(self.vocab), self.vision.banned)
@@ -120,24 +107,18 @@ class VisionModel(BatchedModel):
         return torch.where(places < length, prompt[:, places.clamp_max(length - 1)], replied)
 
     @property
-    def _find_positions(self) -> Any:
-        """The model's `get_rope_index`; None if its positions are scalar."""
-        return getattr(self.model.model, "get_rope_index", None)
-
-    @property
     def _axes(self) -> int:
         """Number of position ids of a token."""
-        return 1 if self._find_positions is None else 3
+        return 3 if hasattr(self.model.model, "get_rope_index") else 1
 
     def positions(self, images: PromptImages) -> torch.Tensor:
         """Position ids of a prompt with images, from the model's own code: int64 [3, tokens], or [1, tokens] if they
         are scalar."""
         if images.positions is None:
-            find = self._find_positions
-            if find is None:
+            if self._axes == 1:
                 images.positions = torch.arange(len(images.ids))[None]
             else:
-                found = find(
+                found = self.model.model.get_rope_index(
                     input_ids=torch.from_numpy(images.ids.astype(np.int64))[None],
                     mm_token_type_ids=torch.tensor(self.vision.token_types([images.ids.tolist()])),
                     image_grid_thw=torch.from_numpy(self.vision.grids(images.digests)),
