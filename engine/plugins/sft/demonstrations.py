@@ -32,7 +32,6 @@ from engine.errors import TrainError
 from engine.plugins.sft.rendered_rows import rendered
 from engine.plugins.sft.row_facts import RowFacts, facts_of, open_rows
 from engine.plugins.sft.spec import SUFFIXES, SftDataSpec
-from engine.schemas.base import Struct
 from engine.schemas.experts import unpack_experts
 from engine.schemas.trajectory import ImageSpan
 from engine.spec.rows.row import RowFault, Rows
@@ -117,11 +116,8 @@ def files_of(loaded: LoadedSpec) -> list[Path]:
     return files
 
 
-class _Place(Struct, frozen=True):
-    """Where a row is."""
-
-    file: int
-    position: int
+_Place = tuple[int, int]
+"""Where a row is: the number of its file, and its position there."""
 
 
 class Demonstrations:
@@ -202,7 +198,7 @@ class Demonstrations:
                     self.tokens += row.trained
                     for image in row.images:
                         self._images.setdefault(image, number)
-                    places.setdefault((number, row.run, row.episode), []).append(_Place(number, position))
+                    places.setdefault((number, row.run, row.episode), []).append((number, position))
             except (RowFault, OSError) as error:
                 raise TrainError(f"{file}: {error}", kind="train_setup") from error
         self._episodes = [tuple(episode) for episode in places.values()]
@@ -251,10 +247,11 @@ class Demonstrations:
         return self._episodes[self._order[place]]
 
     def _row(self, place: _Place) -> TrainingRow:
+        file, position = place
         try:
-            fields = self._sources[place.file].row(place.position).fields
+            fields = self._sources[file].row(position).fields
         except RowFault as error:
-            raise TrainError(f"{self.files[place.file]}: {error}", kind="train_setup") from error
+            raise TrainError(f"{self.files[file]}: {error}", kind="train_setup") from error
         experts = fields.get("routed_experts")
         return TrainingRow.of_tokens(
             fields["input_ids"],
@@ -285,9 +282,9 @@ class Demonstrations:
                 kind="train_setup",
             )
         for number, rows in enumerate(self._sources):
-            place = next((place for episode in self._episodes for place in episode if place.file == number), None)
-            if place is not None:
-                _check_text(rows.row(place.position).fields, template, self.files[number])
+            positions = (position for episode in self._episodes for file, position in episode if file == number)
+            if (first := next(positions, None)) is not None:
+                _check_text(rows.row(first).fields, template, self.files[number])
         if not self._images:
             return
         if template.vision is None:
