@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -221,10 +221,18 @@ class _LogProbs(torch.autograd.Function):
         stored, ctx.blocks = ctx.blocks, None  # overwritten below: a second backward pass recomputes them
         operand = settings.operand(hidden)
         blocks = stored or _blocks(operand, weight, bias, settings, fresh=False)
-        given = _BackwardInputs(operand, sums, entropies, grad, grad_entropy if settings.entropy else None)
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         by_hidden, by_weight, by_bias = _backward(
-            blocks, settings, given, wants_hidden, weight if wants_weight else None, bias if wants_bias else None
+            blocks,
+            settings,
+            operand,
+            sums,
+            entropies,
+            grad,
+            grad_entropy if settings.entropy else None,
+            wants_hidden=wants_hidden,
+            weight=weight if wants_weight else None,
+            bias=bias if wants_bias else None,
         )
         if by_hidden is not None:
             by_hidden.addcmul_(weight[labels].to(settings.total), picked[:, None])
@@ -292,21 +300,15 @@ def _add_product(into: torch.Tensor, one: torch.Tensor, other: torch.Tensor) -> 
         into.add_(torch.mm(one.to(other.dtype), other))
 
 
-class _BackwardInputs(NamedTuple):
-    """Inputs of the backward pass by token, [n] each."""
-
-    operand: torch.Tensor
-    """[n, H], see `_LogitSettings.operand`."""
-    sums: torch.Tensor
-    entropies: torch.Tensor
-    grad: torch.Tensor
-    grad_entropy: torch.Tensor | None
-
-
 def _backward(
     blocks: Iterable[_Block],
     settings: _LogitSettings,
-    given: _BackwardInputs,
+    hidden: torch.Tensor,
+    sums: torch.Tensor,
+    entropies: torch.Tensor,
+    grad: torch.Tensor,
+    grad_entropy: torch.Tensor | None,
+    *,
     wants_hidden: bool,
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
@@ -314,10 +316,10 @@ def _backward(
     """Gradients of hidden states (in the dtype of the sums), weights and bias, without the terms of the labels
     themselves. None for those that are not wanted.
 
-    Without entropy the gradient of z is -grad p, so `grad` is factored out of the matrix products.
+    Without entropy the gradient of z is -grad p, so `grad` is factored out of the matrix products. `hidden`, [n, H], is
+    that of `_LogitSettings.operand`; the other inputs are by token, [n].
     """
-    hidden, even = given.operand, given.grad_entropy is None
-    outside = (given.grad if even else torch.ones_like(given.grad)) / settings.temperature
+    outside = (grad if grad_entropy is None else torch.ones_like(grad)) / settings.temperature
     # Hidden states that are already divided by the temperature contain that factor once.
     right = hidden * (outside * settings.temperature if settings.scales_hidden else outside)[:, None].to(hidden.dtype)
     by_hidden = torch.zeros(hidden.shape, dtype=settings.total, device=hidden.device) if wants_hidden else None
@@ -327,13 +329,13 @@ def _backward(
         summed = torch.zeros((ids.stop - ids.start, hidden.shape[1]), dtype=settings.total, device=hidden.device)
         for block in group:
             # p, or with entropy p (grad + grad_entropy (z - lse + entropy)); overwrites the block's logits
-            here, gradients = block.tokens, block.logits.sub_(given.sums[block.tokens, None])
-            if given.grad_entropy is None:
+            here, gradients = block.tokens, block.logits.sub_(sums[block.tokens, None])
+            if grad_entropy is None:
                 gradients.exp_()
             else:
                 chances = gradients.exp()
-                gradients.add_(given.entropies[here, None]).mul_(given.grad_entropy[here, None].to(gradients.dtype))
-                gradients.add_(given.grad[here, None]).mul_(chances)
+                gradients.add_(entropies[here, None]).mul_(grad_entropy[here, None].to(gradients.dtype))
+                gradients.add_(grad[here, None]).mul_(chances)
             if block.slope is not None:
                 gradients.mul_(block.slope)
             if by_hidden is not None:
