@@ -71,6 +71,7 @@ MOVED: dict[str, str] = {
     "engine.train.changes": "engine.train.setup",
     "engine.train.loss_weights": "engine.train.loss_columns",
     "engine.train.losses.base": "engine.train.losses.formulas",
+    "engine.train.losses.objective": "engine.train.losses",
     "engine.train.plan": "engine.plugins.plan.plan",
     "engine.train.sinks": "engine.plugins.report.trackers",
     "engine.train.tokens": "engine.train.loss_tokens",

@@ -3,6 +3,7 @@ stopped."""
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -127,14 +128,11 @@ def _store_of(loaded: LoadedSpec, folder: Path, name: str) -> RunStore:
     """The run of an evaluation: the one that an earlier launch began with the same spec, else a new one."""
     header = RunHeader.of(loaded, run_id=name, evaluation=True)
     while (folder / name).exists():
-        try:
+        with suppress(StoreError):  # it has another writer, or is damaged
             store = RunStore.open(folder / name)
-        except StoreError:  # it has another writer, or is damaged
-            name += "-again"
-            continue
-        if store.header.spec == header.spec:
-            return store
-        store.close()
+            if store.header.spec == header.spec:
+                return store
+            store.close()
         name += "-again"
     return RunStore.create(folder, header.model_copy(update={"run_id": name}))
 
