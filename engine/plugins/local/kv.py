@@ -20,6 +20,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -174,7 +175,9 @@ class Plan:
         """Of one row each."""
         singles = [chunk for chunk in chunks if len(chunk.ids) == 1]
         start = 0
-        for run in _runs(singles):
+        # neighbouring rows are one slice of the cache
+        for _, neighbours in groupby(enumerate(singles), key=lambda numbered: numbered[1].row - numbered[0]):
+            run = [chunk for _, chunk in neighbours]
             places = self.positions[start : start + len(run)]
             reach = max(chunk.past for chunk in run) + 1
             self.decodes.append(_Part(run[0].row, start, places, -(-reach // ALIGN) * ALIGN))
@@ -229,17 +232,6 @@ class Tile:
                 scale=scaling,
             )[0]
         return out
-
-
-def _runs(chunks: Sequence[RowChunk]) -> list[list[RowChunk]]:
-    """Join neighbouring rows into runs; each run is one slice of the cache."""
-    runs: list[list[RowChunk]] = []
-    for chunk in chunks:
-        if runs and runs[-1][-1].row + 1 == chunk.row:
-            runs[-1].append(chunk)
-        else:
-            runs.append([chunk])
-    return runs
 
 
 class RowsCache(Cache):  # type: ignore[misc]

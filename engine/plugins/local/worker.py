@@ -204,27 +204,17 @@ class SamplingWorker:
 
         An image is never split between steps.
         """
-        singles: list[CacheRow] = []
-        longer: list[CacheRow] = []
-        room = self._prefill_tokens or 1
-        for row in self.table.running:
-            (singles if row.length - row.cached == 1 else longer).append(row)
-        chunks = [_chunk(row, 1) for row in singles]
-        taken: list[CacheRow] = []
-        for row in sorted(longer, key=lambda row: row.began):
+        running, room = self.table.running, self._prefill_tokens or 1
+        planned = [(row, 1) for row in running if row.length - row.cached == 1]
+        for row in sorted((row for row in running if row.length - row.cached != 1), key=lambda row: row.began):
             count = row.next_tokens(room, first=room == self._prefill_tokens)
             if count <= 0:
                 break
-            chunk = _chunk(row, count)
             room -= count
-            if count == 1:  # only one token still fits: chunks of one token come first, ordered by row
-                at = next((place for place, other in enumerate(singles) if other.index > row.index), len(singles))
-                chunks.insert(at, chunk)
-                singles.insert(at, row)
-            else:
-                chunks.append(chunk)
-                taken.append(row)
-        return chunks, [*singles, *taken]
+            planned.append((row, count))
+        # chunks of one token, to which a prompt may have been cut as well, come first and are ordered by row
+        planned.sort(key=lambda of_row: of_row[0].index if of_row[1] == 1 else len(self.table.rows))
+        return [_chunk(row, count) for row, count in planned], [row for row, _ in planned]
 
     def _sample(self, logits: Any, rows: list[CacheRow]) -> None:
         if not rows:
