@@ -287,16 +287,17 @@ class Learner:
             self.policy.load_state(folder, self._masters.tensors())
             self._masters.publish()
 
-        def moments() -> dict[str, torch.Tensor]:
-            return optimizer_tensors(self.optimizer, self._masters.named, self._length, self.process_group)
-
         def load_moments(folder: Path) -> None:
             length = load_optimizer(folder, self.optimizer, self._masters.named, self.process_group)
             self._length = self._spec.loss.constant_length or length
 
         parts = {
             "policy": StatePart(1, self._masters.tensors, load_policy),
-            "optimizer": StatePart(1, moments, load_moments),
+            "optimizer": StatePart(
+                1,
+                lambda: optimizer_tensors(self.optimizer, self._masters.named, self._length, self.process_group),
+                load_moments,
+            ),
         }
         for other in self.objectives:
             parts |= other.state_parts()

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from engine.api.runs import Run
-    from engine.plugins.evaluation.measures import Estimate, Evaluation
+    from engine.plugins.evaluation.measures import Evaluation
 
 
 def evaluate(
@@ -187,7 +187,8 @@ def print_evaluation(console: Console, found: Evaluation) -> None:
 
     table = Table("measure", "value", "95 % interval", "tasks", title="Evaluation", title_justify="left")
     for name, estimate in found.estimates.items():
-        table.add_row(words(name), f"{estimate.value:.3f}", interval(estimate), str(estimate.tasks))
+        interval = f"{estimate.low:.3f} to {estimate.high:.3f}" if estimate.low == estimate.low else "–"
+        table.add_row(words(name), f"{estimate.value:.3f}", interval, str(estimate.tasks))
     console.print(table)
     console.print(f"{found.episodes} episodes of {found.tasks} tasks")
     if found.warning is not None:
@@ -203,8 +204,3 @@ def words(name: str) -> str:
     if not colon:
         return name
     return f"success by turn {rest}" if kind == "success@turn" else f"reward {rest}"
-
-
-def interval(estimate: Estimate) -> str:
-    """Return the two ends of the interval."""
-    return f"{estimate.low:.3f} to {estimate.high:.3f}" if estimate.low == estimate.low else "–"
