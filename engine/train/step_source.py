@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, ClassVar
 
 from engine.plugin import Hook
 from engine.schemas.base import Struct
-from engine.schemas.sections import written
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -152,8 +151,3 @@ class Evaluator:
 
 EVALUATE_TRAINING: Hook[Callable[[Trainer], Evaluator | None]] = Hook("evaluate_training")
 """Makes the evaluator of a training, which is not opened yet; None if its spec asks for none."""
-
-
-def open_evaluator(trainer: Trainer) -> Evaluator:
-    """The evaluator of a training, of the first plugin that has one."""
-    return next(iter(EVALUATE_TRAINING.made(written(trainer.spec), trainer)), Evaluator())

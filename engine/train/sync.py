@@ -18,7 +18,6 @@ from engine import plugin
 from engine.errors import TrainError
 from engine.plugin import Hook
 from engine.schemas.base import Struct
-from engine.schemas.sections import used_plugins
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -104,8 +103,3 @@ class LentMemory:
 LEND_MEMORY: Hook[Callable[[LoadedSpec, Backend], LentMemory | None]] = Hook("lend_memory")
 """Lets the servers of a training's backend, which is not started yet, lend their memory; None if the spec does not ask
 for it."""
-
-
-def open_memory(loaded: LoadedSpec, backend: Backend) -> LentMemory:
-    """The memory of the servers of a training. `backend`: not started yet."""
-    return next(iter(LEND_MEMORY.made(used_plugins(loaded.spec), loaded, backend)), LentMemory())

@@ -25,7 +25,7 @@ from msgspec.structs import replace
 from engine.backends.registry import open_backend
 from engine.errors import EngineError, TrainError
 from engine.runner.observers import OBSERVE_TRAINING
-from engine.schemas.sections import written
+from engine.schemas.sections import used_plugins, written
 from engine.spec.added import trains_backend
 from engine.store.lock import RunLock
 from engine.tokens.loading import load_format
@@ -34,8 +34,8 @@ from engine.train.checkpoint import Checkpoints, State
 from engine.train.distributed import ProcessGroup
 from engine.train.metrics import MetricsLog, finite, read_metrics
 from engine.train.setup import learner_of, source_class, train_spec_of
-from engine.train.step_source import TrainResult, open_evaluator
-from engine.train.sync import LentMemory, open_memory, open_sync
+from engine.train.step_source import EVALUATE_TRAINING, Evaluator, TrainResult
+from engine.train.sync import LEND_MEMORY, LentMemory, open_sync
 
 if TYPE_CHECKING:
     from engine.backends.backend import Backend
@@ -100,7 +100,8 @@ class Trainer:
         self._phase = phase
         self._checkpoints = Checkpoints(folder, self.train.checkpoints.keep)
         self._newest_checkpoint: Path | None = None
-        self._evaluator = open_evaluator(self)
+        # of the first plugin that has one
+        self._evaluator = next(iter(EVALUATE_TRAINING.made(written(loaded.spec), self)), Evaluator())
         self._sync: WeightSync | None = None
         self._weights_known = True
         """Whether the learner's weights are those after the updates that `state` counts."""
@@ -147,7 +148,8 @@ class Trainer:
                 self.backend.logs = self.folder / "servers"
                 self.backend.training = True
                 stack.push_async_callback(self.backend.close)
-                self._memory = open_memory(self.loaded, self.backend)
+                lent = LEND_MEMORY.made(used_plugins(self.spec), self.loaded, self.backend)
+                self._memory = next(iter(lent), LentMemory())
                 await self.backend.start()
             self.learner = await asyncio.to_thread(learner_of, self.loaded, self.template, self._process_group)
             if trains_backend(self.spec):
