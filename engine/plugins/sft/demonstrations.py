@@ -16,7 +16,6 @@ Invariants:
 
 from __future__ import annotations
 
-import math
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -79,15 +78,6 @@ def demonstrations(loaded: LoadedSpec) -> Demonstrations:
         _known.clear()
         _known[key] = Demonstrations(loaded)
     return _known[key]
-
-
-def count_episodes(loaded: LoadedSpec, epochs: float) -> int:
-    """Number of episodes that `epochs` passes over `train.data` train on, rounded up.
-
-    Raises:
-        TrainError: as `Demonstrations`.
-    """
-    return math.ceil(epochs * len(demonstrations(loaded)))
 
 
 def files_of(loaded: LoadedSpec) -> list[Path]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from engine.errors import TrainError
-from engine.plugins.sft.demonstrations import count_episodes, data_of, demonstrations
+from engine.plugins.sft.demonstrations import data_of, demonstrations
 from engine.train.batch_log import BatchRecord
 from engine.train.step_source import StepBatch, StepSource
 
@@ -47,7 +48,7 @@ class DemonstrationSteps(StepSource):
     @classmethod
     def steps_of(cls, loaded: LoadedSpec, train: TrainSpec, epochs: float) -> float:
         """See `StepSource`."""
-        return count_episodes(loaded, epochs) / data_of(loaded).episodes_per_step
+        return math.ceil(epochs * len(demonstrations(loaded))) / data_of(loaded).episodes_per_step
 
     async def prepare(self) -> None:
         """Read the rows, and check that they are of this model and those that the training was begun with."""
@@ -55,7 +56,7 @@ class DemonstrationSteps(StepSource):
         self._data = await asyncio.to_thread(demonstrations, trainer.loaded)
         log.info("rows of the training", reason=self._data.summary())
         epochs = trainer.train.epochs
-        self._most = count_episodes(trainer.loaded, epochs) if epochs is not None else None
+        self._most = math.ceil(epochs * len(self._data)) if epochs is not None else None
         await asyncio.to_thread(self._data.check_model, trainer.template)
         self._check_same_rows()
 
