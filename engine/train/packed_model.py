@@ -377,9 +377,9 @@ def vision_inputs(
         yield inputs
         return
     grids = {image.image: image.grid for image in pack.images}
-    features = inner.get_image_features(
-        **_tensors(vision, [[digest] for digest in grids], device, dtype), return_dict=True
-    )
+    tensors = {name: torch.from_numpy(array) for name, array in vision.tensors([[digest] for digest in grids]).items()}
+    moved = {name: tensor.to(device, dtype if tensor.is_floating_point() else None) for name, tensor in tensors.items()}
+    features = inner.get_image_features(**moved, return_dict=True)
     places = {digest: place for place, digest in enumerate(grids)}
     _repeat(features, list(grids.values()), [places[image.image] for image in pack.images])
     inner.get_image_features = lambda *args, **kwargs: features
@@ -387,14 +387,6 @@ def vision_inputs(
         yield inputs | {"pixel_values": torch.empty(0)}  # nobody reads it: with it, a model asks for features
     finally:
         del inner.get_image_features
-
-
-def _tensors(
-    vision: Vision, rows: Sequence[Sequence[str]], device: torch.device, dtype: torch.dtype
-) -> dict[str, torch.Tensor]:
-    """The tensors of the images of several sequences, by the names that the model's family uses."""
-    tensors = {name: torch.from_numpy(array) for name, array in vision.tensors(rows).items()}
-    return {name: tensor.to(device, dtype if tensor.is_floating_point() else None) for name, tensor in tensors.items()}
 
 
 def _repeat(features: Any, grids: Sequence[tuple[int, ...]], order: Sequence[int]) -> None:

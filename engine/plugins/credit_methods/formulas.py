@@ -24,7 +24,6 @@ from engine.rewards.credit.formulas import (
     returns_to_go,
     shaped,
 )
-from engine.rewards.sealed import SealedLedger
 
 
 def mt_grpo(spec: MtGrpoCredit, group: Sequence[Member]) -> list[Values]:
@@ -140,14 +139,11 @@ def progress(spec: ProgressCredit, group: Sequence[Member]) -> list[Values]:
     """
 
     def rise(scores: Values, member: Member) -> Values:
-        return spread_back(scores, scored(member.ledger, spec.reward), spec.decay)
+        postings = member.ledger.postings
+        scored = {posting.turn for posting in postings if spec.reward is None or posting.name == spec.reward}
+        return spread_back(scores, sorted(scored), spec.decay)
 
     return compare_turns(spec, [returns_to_go(row, spec.gamma) for row in shaped(group, spec.reward, rise)])
-
-
-def scored(ledger: SealedLedger, reward: str | None) -> list[int]:
-    """The turns to which the reward was written, in order."""
-    return sorted({posting.turn for posting in ledger.postings if reward is None or posting.name == reward})
 
 
 def spread_back(scores: Values, turns: Sequence[int], decay: float) -> Values:
