@@ -144,24 +144,21 @@ class LocalBackend(Backend):
         from engine.plugins.local import load
         from engine.plugins.local.rows import RowTable
 
-        if self._spec.threads is not None:
-            torch.set_num_threads(self._spec.threads)
-        device = pick_device(self._spec.device, "backend.device")
-        packed = self._open_model(folder, device, load.pick_dtype(self._spec.dtype, device))
-        budget = load.stash_budget(device) if self._stash_bytes is None else self._stash_bytes
-        return packed, RowTable(packed.store, self._spec.max_batch, budget, reuse=packed.reuses_prefixes)
-
-    def _open_model(self, folder: Path, device: torch.device, dtype: torch.dtype) -> BatchedModel:
-        """Load the model and check its forward pass."""
-        rows = self._spec.max_batch
-        keys = {"repeatable": self._spec.deterministic, "experts": self._spec.routed_experts}
+        spec = self._spec
+        if spec.threads is not None:
+            torch.set_num_threads(spec.threads)
+        device = pick_device(spec.device, "backend.device")
+        dtype, rows = load.pick_dtype(spec.dtype, device), spec.max_batch
+        keys = {"repeatable": spec.deterministic, "experts": spec.routed_experts}
+        packed: BatchedModel
         if self._vision is None:
-            from engine.plugins.local.load import BatchedModel
+            packed = load.BatchedModel(folder, device, dtype, rows, **keys)
+        else:
+            from engine.plugins.local.vision import VisionModel
 
-            return BatchedModel(folder, device, dtype, rows, **keys)
-        from engine.plugins.local.vision import VisionModel
-
-        return VisionModel(folder, device, dtype, rows, vision=self._vision, **keys)
+            packed = VisionModel(folder, device, dtype, rows, vision=self._vision, **keys)
+        budget = load.stash_budget(device) if self._stash_bytes is None else self._stash_bytes
+        return packed, RowTable(packed.store, rows, budget, reuse=packed.reuses_prefixes)
 
     def _images(self, request: GenerateRequest) -> PromptImages | None:
         """Check the images of a request, and mark their tokens. None without images.
