@@ -120,6 +120,7 @@ def _other_model(console: Console, spec: Path, changes: list[str], model: str) -
     from engine.backends.registry import runtime_class
     from engine.plugins.evaluation.trained_model import trained_model
     from engine.spec.load import load_spec
+    from engine.tokens.catalogue import resolve_model
 
     loaded = load_spec(spec, changes)
     own = loaded.spec.model
@@ -127,12 +128,7 @@ def _other_model(console: Console, spec: Path, changes: list[str], model: str) -
     if not backend.trains:  # this backend does not use the model's weights, only the tokenizer
         return str(given.absolute())
 
-    def base() -> Path:
-        from engine.tokens.catalogue import resolve_model
-
-        return resolve_model(own.path, own.revision, loaded.base)
-
-    folder = trained_model(given, base)
+    folder = trained_model(given, lambda: resolve_model(own.path, own.revision, loaded.base))
     if folder != given.resolve():
         console.print(f"{given}: {folder}")
     asyncio.run(runtime_class(type(backend)).check_weights(backend, folder))

@@ -139,6 +139,10 @@ def _facts(source: Any, file: Path) -> RowFacts:
     for reward in outcome.get("rewards") or ():
         named.setdefault(reward["name"], reward["value"])
     ids, trained = np.asarray(columns["input_ids"], np.int64), int(sum(columns["loss_mask"]))
+    # trainings name their runs alike, so ids of runs and episodes alone do not identify a row
+    identity = blake2b(f"{columns['run_id']}\n{columns['episode_id']}\n{columns['branch']}\n".encode(), digest_size=16)
+    identity.update(ids.tobytes())
+    identity.update(np.asarray(columns["loss_mask"], np.int8).tobytes())
     return RowFacts(
         number=source.number,
         run=str(columns["run_id"]),
@@ -146,7 +150,7 @@ def _facts(source: Any, file: Path) -> RowFacts:
         trainable=bool(columns["trainable"]) and 1 in columns["loss_mask"],
         reward=outcome.get("reward"),
         rewards=named,
-        identity=_identity(columns),
+        identity=identity.hexdigest(),
         tokens=len(ids),
         largest_id=int(ids.max()),
         trained=trained,
@@ -173,12 +177,3 @@ def _checked(fields: Any, where: str) -> Columns:
         columns: Columns = {"images": []} | fields
         return columns
     raise TrainError(f"{where} is not a row of `engine export`: {words}", kind="train_setup")
-
-
-def _identity(columns: Columns) -> str:
-    """Digest of what identifies a row: run, episode, branch and tokens. Trainings name their runs alike, so ids alone
-    do not."""
-    digest = blake2b(f"{columns['run_id']}\n{columns['episode_id']}\n{columns['branch']}\n".encode(), digest_size=16)
-    digest.update(np.asarray(columns["input_ids"], np.int64).tobytes())
-    digest.update(np.asarray(columns["loss_mask"], np.int8).tobytes())
-    return digest.hexdigest()
