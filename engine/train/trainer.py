@@ -298,29 +298,32 @@ class Trainer:
     async def _step(self, batch: StepBatch) -> dict[str, float]:
         """Make the updates of a batch and write it to the batch log. Returns its metrics."""
         values = dict(batch.metrics)
-        if not batch.rows:
-            if batch.lacking is not None:
-                self._record(batch, values, step_made=False)  # marks the groups as consumed
-                raise batch.lacking
+        if batch.rows:
+            values |= await self._learn_batch(batch, values)
+        elif batch.lacking is not None:
+            self._record(batch, values, step_made=False)  # marks the groups as consumed
+            raise batch.lacking
+        else:
             values["updates"] = 0.0
-            self._record(batch, values)
-            return values
+        self._record(batch, values, updates=self.learner.updates if batch.rows else 0)
+        return values
+
+    async def _learn_batch(self, batch: StepBatch, values: Mapping[str, float]) -> dict[str, float]:
+        """Run the updates of a batch. A step that diverged after some updates counts with these."""
         async with self._memory.lent(self.timed):
             self._weights_known = False
             try:
                 with self.timed("update"):
                     learned = await in_whole(self.learner.step, batch.rows, self.state.step)
-            except TrainError:  # a step that diverged after some updates counts with these
+            except TrainError:
                 updates = self.learner.updates
                 self._weights_known = updates == 0
                 if updates:
                     rate = self.learner.rate
                     self._record(batch, {**values, "lr": rate, "updates": float(updates)}, updates=updates)
                 raise
-        names = learned.keys() if batch.update_metrics is None else batch.update_metrics
-        values |= {name: value for name, value in learned.items() if name in names}
-        self._record(batch, values, updates=self.learner.updates)
-        return values
+        names = batch.update_metrics
+        return learned if names is None else {name: value for name, value in learned.items() if name in names}
 
     def _record(
         self, batch: StepBatch, values: Mapping[str, float], *, updates: int = 0, step_made: bool = True
