@@ -11,7 +11,7 @@
     jinja_template.py the generic format: any chat template (jinja_source.py)
     families.py       known model families, through the library `renderers`
     choosing.py       which reader parses a template's replies
-    toolcalls/        tool calls that are written as text, one class per format
+    toolcalls.py      tool calls that are written as text, one class per format
     tokenizer.py      a tokenizer, called directly (plain_tokenizer.py, byte_level.py), and text that only
                       spells special tokens
     jinja.py          templates compiled as transformers does; jinja_source.py, for quoted text too

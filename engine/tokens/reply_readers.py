@@ -18,8 +18,7 @@ from engine.errors import RenderError
 from engine.schemas.message import MalformedCall, ToolCall
 from engine.tokens.tape import IntVector
 from engine.tokens.tokenizer import MARK, FastTokenizer
-from engine.tokens.toolcalls.base import UnreadableCall, storable_call
-from engine.tokens.toolcalls.formats import as_arguments, properties_of
+from engine.tokens.toolcalls import UnreadableCall, as_arguments, properties_of, storable_call
 
 if TYPE_CHECKING:
     from engine.tokens.bridge.kinds import View

@@ -36,7 +36,7 @@ from engine.plugins.servers.wire import ReplyError
 from engine.schemas.generation import FinishReason, GenerateRequest, Generation
 from engine.schemas.message import MalformedCall, Message, ToolCall
 from engine.tokens.images import DIGEST
-from engine.tokens.toolcalls.base import storable_call
+from engine.tokens.toolcalls import storable_call
 
 if TYPE_CHECKING:
     from engine.spec.load import LoadedSpec
