@@ -3,7 +3,7 @@
 spec.py             the section `train.plan`
 command.py          `engine plan`
 plan.py             the plan, and whether the longest row of a spec fits, for `engine validate`
-planned_step.py     a step with tensors without content; planned_images.py: its images
+planned_step.py     a step with tensors without content, and its row with images
 """
 
 from engine.plugin import Plugin, Section

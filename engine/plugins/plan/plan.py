@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from engine.errors import EngineError, TrainError
-from engine.plugins.plan.planned_images import PlannedImages, image_tokens, largest_images
-from engine.plugins.plan.planned_step import StepBytes, StepSize, simulate
+from engine.plugins.plan.planned_step import PlannedImages, StepBytes, StepSize, image_tokens, largest_images, simulate
 from engine.plugins.plan.spec import PlanSpec
 from engine.spec.text.diagnostic import DataPath, Diagnostic
 from engine.terminal import size_words

@@ -17,8 +17,7 @@ import torch
 from PIL import Image
 from training_rows import row_of
 
-from engine.plugins.plan.planned_images import PlannedImages
-from engine.plugins.plan.planned_step import AllocatedBytes
+from engine.plugins.plan.planned_step import AllocatedBytes, PlannedImages
 from engine.rewards.credit import Member
 from engine.rewards.ledger import Ledger
 from engine.schemas.reward import RewardEvent
