@@ -97,7 +97,7 @@ class ImageBank:
     def read_tensors_from(self, made: Callable[[str], Tensors | None]) -> None:
         """Set where tensors that were computed before are read from: the files beside exported rows, by digest.
 
-        The tensors have the shapes that `VisionFamily.process` gave them.
+        The tensors have the shapes that `QwenFamily.process` gave them.
         """
         self._made = made
 
@@ -178,7 +178,7 @@ class ImageBank:
     def tensors(self, digest: str) -> Tensors:
         """Inputs of the model's forward pass for an image, by name; made of its scaled pixels at each call.
 
-        The shapes are the family's: see `VisionFamily.process`.
+        The shapes are the family's: see `QwenFamily.process`.
 
         Raises:
             ImageError: As in `picture`.

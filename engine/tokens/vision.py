@@ -29,6 +29,7 @@ from engine.tokens.vision_families import (
     ImagePlan,
     PreparedImage,
     SizedImages,
+    TiledFamily,
     VisionFamily,
     checked,
     kept_tensors,
@@ -154,7 +155,7 @@ class Vision:
     def tensors(self, rows: Sequence[Sequence[str]]) -> Tensors:
         """Inputs of the model's forward pass for a batch of sequences.
 
-        The shapes are those of `VisionFamily.stack`.
+        The shapes are those of the family's `stack`.
 
         Args:
             rows: For each sequence, the digests of its images, in order.
@@ -318,7 +319,7 @@ class ImageProcessing:
         image = open_pixels(data)
         plan = self._plan(image.size, image.mode)
         try:
-            copy = self._processed_copy(image) if plan is None else self._copy(image, plan)
+            copy = self._copy(image, plan)
         except (ValueError, TypeError) as error:
             raise ImageError(
                 f"an image of {image.size[0]} x {image.size[1]} pixels cannot be sent to a server exactly: {error}; "
@@ -329,27 +330,23 @@ class ImageProcessing:
         copy.save(buffer, "PNG", compress_level=1)
         return buffer.getvalue()
 
-    def _copy(self, image: Any, plan: ImagePlan) -> Any:
-        """Raises: ValueError: the processor scales the copy again."""
+    def _copy(self, image: Any, plan: ImagePlan | None) -> Any:
+        """Raises: ValueError: the processor scales the copy again, or the copy's tensors are not the image's."""
         from PIL import Image
 
-        if not self.family.served:
+        family, sized = self.family, self.sized
+        if isinstance(family, TiledFamily):
             raise ValueError("its tiles and the whole image are scaled separately")
-        assert self.sized is not None
-        copy = Image.fromarray(scaled_pixels(image, plan.recipe)[0])
-        again = self.sized.plan(*copy.size)
-        if any(size != copy.size for size in again.recipe.sizes):
-            raise ValueError(
-                f"a copy of {copy.size[0]} x {copy.size[1]} pixels is scaled again, to the grid {again.grid}"
-            )
-        return copy
-
-    def _processed_copy(self, image: Any) -> Any:
-        """Raises: ValueError: the copy's tensors are not the image's."""
-        tensors, _, wanted, _ = self.family.process(self.processor, image)
-        copy = self.family.scale(self.processor, image, wanted)
-        copied, _, grid, _ = self.family.process(self.processor, copy)
-        if grid != wanted or any(not np.array_equal(copied[name], tensors[name]) for name in copied):
+        if plan is None or sized is None:
+            tensors, _, wanted, _ = family.process(self.processor, image)
+            copy = family.scale(self.processor, image, wanted)
+            copied, _, grid, _ = family.process(self.processor, copy)
+            same = grid == wanted and all(np.array_equal(copied[name], tensors[name]) for name in copied)
+        else:
+            copy = Image.fromarray(scaled_pixels(image, plan.recipe)[0])
+            again = sized.plan(*copy.size)
+            grid, same = again.grid, all(size == copy.size for size in again.recipe.sizes)
+        if not same:
             raise ValueError(f"a copy of {copy.size[0]} x {copy.size[1]} pixels is scaled again, to the grid {grid}")
         return copy
 

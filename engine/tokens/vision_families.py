@@ -15,13 +15,12 @@ that differs, or that cannot be told from the size, is asked for each image inst
 from __future__ import annotations
 
 import copy
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import structlog
@@ -231,24 +230,47 @@ class PreparedImage(Struct, frozen=True):
 
 
 def kept_tensors(tensors: Tensors) -> PreparedImage:
-    """`tensors`: arrays in the shapes of `VisionFamily.process`, such as float32 [patches, values]."""
+    """`tensors`: arrays in the shapes of `QwenFamily.process`, such as float32 [patches, values]."""
     return PreparedImage(sum(array.nbytes for array in tensors.values()), partial(dict, tensors))
 
 
-class VisionFamily(ABC):
-    """What differs between families of models. `kind`: `model_type` of a config.json."""
+def _images_only(kind: str, folder: Path, tokenizer: Any, begin: Callable[[Any, Any, Any], None]) -> Any:
+    """The processor of a model, without its video part.
 
-    marker: ClassVar[str]
+    Args:
+        kind: `model_type` of its config.json.
+        folder: Its files.
+        tokenizer: Its tokenizer.
+        begin: The processor's `__init__`.
+    """
+    # transformers 5.10 exports it only beside torchvision
+    from transformers.models.auto.image_processing_auto import AutoImageProcessor
+
+    # in transformers 5.3 a processor of Pillow and numpy is one that is not fast
+    pil = {"backend": "pil"} if find_spec("transformers.image_processing_backends") else {"use_fast": False}
+    module, name = _MODULES.get(kind, kind), _PROCESSORS[kind]
+    base = getattr(import_module(f"transformers.models.{module}.processing_{module}"), name)
+    # it has the parts that `__init__` names
+    named = {"__init__": lambda processor, image_processor, tokenizer: begin(processor, image_processor, tokenizer)}
+    image_only = type(f"ImageOnly{name}", (base,), named)
+    return image_only(AutoImageProcessor.from_pretrained(folder, trust_remote_code=False, **pil), tokenizer)
+
+
+class QwenFamily:
+    """Qwen2-VL, Qwen2.5-VL, Qwen3-VL: one placeholder per merge_size x merge_size square of patches. `kind`:
+    `model_type` of a config.json."""
+
+    marker = "<|image_pad|>"
     """The token that a chat template writes for an image."""
-    placeholder: ClassVar[str]
+    placeholder = "<|image_pad|>"
     """The token that stands for one feature of the vision tower."""
-    forbidden: ClassVar[tuple[str, ...]]
+    forbidden = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
     """Tokens that only the processor writes: texts must not spell them, and replies must not have them."""
-    names: ClassVar[tuple[str, ...]]
+    names = ("pixel_values", "image_grid_thw")
     """Names of the forward pass's tensors."""
-    served: ClassVar[bool]
+    served = True
     """Whether an image can be sent to a server so that it does not scale it: see `ImageProcessing.scaled`."""
-    sizes: ClassVar[type[SizedImages]]
+    sizes = QwenSizes
     """What a processor makes of images by their sizes. Raises ValueError where its settings do not allow that."""
 
     def __init__(self, kind: str) -> None:
@@ -256,66 +278,22 @@ class VisionFamily(ABC):
 
     def processor(self, folder: Path, tokenizer: Any) -> Any:
         """The model's processor, for images only."""
-        # transformers 5.10 exports it only beside torchvision
-        from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
-        # in transformers 5.3 a processor of Pillow and numpy is one that is not fast
-        pil = {"backend": "pil"} if find_spec("transformers.image_processing_backends") else {"use_fast": False}
-        module, name = _MODULES.get(self.kind, self.kind), _PROCESSORS[self.kind]
-        base = getattr(import_module(f"transformers.models.{module}.processing_{module}"), name)
-        # it has the parts that `__init__` names
-        begin = {
-            "__init__": lambda processor, image_processor, tokenizer: self._begin(processor, image_processor, tokenizer)
-        }
-        image_only = type(f"ImageOnly{name}", (base,), begin)
-        return image_only(AutoImageProcessor.from_pretrained(folder, trust_remote_code=False, **pil), tokenizer)
+        def begin(processor: Any, image_processor: Any, tokenizer: Any) -> None:
+            parent: Any = super(type(processor), processor)
+            parent.__init__(image_processor, tokenizer, None)
 
-    @abstractmethod
-    def _begin(self, processor: Any, image_processor: Any, tokenizer: Any) -> None:
-        """The processor's `__init__`, without its video part."""
+        return _images_only(self.kind, folder, tokenizer, begin)
 
-    @abstractmethod
     def process(self, processor: Any, image: Any) -> tuple[Tensors, str, tuple[int, ...], int]:
         """One image -> tensors, its expansion as text, its grid, and the number of placeholders for that grid.
 
         The tensors have the shapes of the processor: [1, …] for an image, or [patches, …] where the family packs
-        patches.
+        patches. Grid: (t, h, w) in patches; placeholders t * h * w / merge_size**2.
 
         Raises:
             ValueError: The processor's result is inconsistent.
         """
-
-    def scale(self, processor: Any, image: Any, grid: tuple[int, ...]) -> Any:
-        """The pixels that `process` cuts into patches, as an RGB image, which is sent to servers.
-
-        Raises:
-            ValueError: No single image gives the same tensors; `served` is False.
-        """
-        raise ValueError("its tiles and the whole image are scaled separately")
-
-    @abstractmethod
-    def stack(self, rows: Sequence[Sequence[Tensors]]) -> Tensors:
-        """The tensors of a batch, from each sequence's images in order.
-
-        Shapes: [images, …] or [patches, …] over all images, as the model's forward pass takes them.
-        """
-
-
-class QwenFamily(VisionFamily):
-    """Qwen2-VL, Qwen2.5-VL, Qwen3-VL: one placeholder per merge_size x merge_size square of patches."""
-
-    marker = placeholder = "<|image_pad|>"
-    forbidden = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
-    names = ("pixel_values", "image_grid_thw")
-    served = True
-    sizes = QwenSizes
-
-    def _begin(self, processor: Any, image_processor: Any, tokenizer: Any) -> None:
-        parent: Any = super(type(processor), processor)
-        parent.__init__(image_processor, tokenizer, None)
-
-    def process(self, processor: Any, image: Any) -> tuple[Tensors, str, tuple[int, ...], int]:
-        """See `VisionFamily.process`. Grid: (t, h, w) in patches; placeholders t * h * w / merge_size**2."""
         if image.mode in MODES:
             image = to_rgb(image)  # transparent pixels on white, which transformers 5.3 leaves out
         outputs = processor.image_processor(images=[image], return_tensors="np")
@@ -328,7 +306,7 @@ class QwenFamily(VisionFamily):
         return tensors, str(processor.image_token) * (count // merge**2), grid, count // merge**2
 
     def scale(self, processor: Any, image: Any, grid: tuple[int, ...]) -> Any:
-        """See `VisionFamily.scale`."""
+        """The pixels that `process` cuts into patches, as an RGB image, which is sent to servers."""
         from PIL import Image
 
         settings = processor.image_processor
@@ -340,41 +318,48 @@ class QwenFamily(VisionFamily):
         return Image.fromarray(pixels.astype(np.uint8))
 
     def stack(self, rows: Sequence[Sequence[Tensors]]) -> Tensors:
-        """pixel_values [patches of all images, values], image_grid_thw [images, 3]; one sequence after another."""
+        """The tensors of a batch, from each sequence's images in order, as the model's forward pass takes them:
+        pixel_values [patches of all images, values], image_grid_thw [images, 3]; one sequence after another."""
         images = [tensors for row in rows for tensors in row]
         return {name: np.concatenate([tensors[name] for tensors in images]) for name in self.names}
 
 
-class TiledFamily(VisionFamily):
-    """Idefics3 and SmolVLM: an image is cut into rows and columns of tiles, and the whole image follows them."""
+class TiledFamily:
+    """Idefics3 and SmolVLM: an image is cut into rows and columns of tiles, and the whole image follows them.
+
+    Its parts have the names of `QwenFamily`'s.
+    """
 
     marker = placeholder = "<image>"
     names = ("pixel_values", "pixel_attention_mask")
     served = False
-
     forbidden = ("<image>", "<fake_token_around_image>", "<global-img>", "<video>")
     sizes = TiledSizes
 
     def __init__(self, kind: str, config: dict[str, Any]) -> None:
-        super().__init__(kind)
+        self.kind = kind
         vision = config.get("vision_config") or {}
         side = int(vision.get("image_size") or 512) // int(vision.get("patch_size") or 16)
         self.slots = side**2 // int(config.get("scale_factor") or 2) ** 2
         """Placeholders of one tile: (image_size / patch_size)**2 / scale_factor**2."""
 
-    def _begin(self, processor: Any, image_processor: Any, tokenizer: Any) -> None:
-        """The attributes that Idefics3's and SmolVLM's `__init__` set, under their names; SmolVLM's needs num2words for
-        videos."""
-        from transformers.processing_utils import ProcessorMixin
+    def processor(self, folder: Path, tokenizer: Any) -> Any:
+        """See `QwenFamily.processor`."""
 
-        processor.fake_image_token, processor.image_token = "<fake_token_around_image>", "<image>"
-        processor.global_image_token = processor.global_image_tag = "<global-img>"
-        processor.image_token_id = tokenizer.convert_tokens_to_ids(processor.image_token)
-        processor.image_seq_len = self.slots
-        ProcessorMixin.__init__(processor, image_processor, tokenizer)
+        def begin(processor: Any, image_processor: Any, tokenizer: Any) -> None:
+            """Set the attributes of Idefics3's and SmolVLM's `__init__`; SmolVLM's needs num2words for videos."""
+            from transformers.processing_utils import ProcessorMixin
+
+            processor.fake_image_token, processor.image_token = "<fake_token_around_image>", "<image>"
+            processor.global_image_token = processor.global_image_tag = "<global-img>"
+            processor.image_token_id = tokenizer.convert_tokens_to_ids(processor.image_token)
+            processor.image_seq_len = self.slots
+            ProcessorMixin.__init__(processor, image_processor, tokenizer)
+
+        return _images_only(self.kind, folder, tokenizer, begin)
 
     def process(self, processor: Any, image: Any) -> tuple[Tensors, str, tuple[int, ...], int]:
-        """See `VisionFamily.process`. Grid: (rows, columns); (0, 0) where the image is one tile."""
+        """See `QwenFamily.process`. Grid: (rows, columns); (0, 0) where the image is one tile."""
         outputs = processor.image_processor(images=[[image]], return_tensors="np", return_row_col_info=True)
         grid = (int(outputs["rows"][0][0]), int(outputs["cols"][0][0]))
         tiles = grid[0] * grid[1] + 1
@@ -399,6 +384,10 @@ class TiledFamily(VisionFamily):
                     padded[index, : len(row[name])] = row[name]
             stacked[name] = padded
         return stacked
+
+
+VisionFamily = QwenFamily | TiledFamily
+"""What differs between families of models."""
 
 
 def family_of(config: dict[str, Any]) -> VisionFamily | None:

@@ -84,7 +84,7 @@ class VisionModel(BatchedModel):
             for digest in chunk.images.within(chunk.past, chunk.past + len(chunk.ids))
         ]
         self.images_computed += len(digests)
-        # in the order of their placeholders; the shapes are those of `VisionFamily.stack`
+        # in the order of their placeholders; the shapes are those of `QwenFamily.stack` and `TiledFamily.stack`
         tensors = {name: torch.from_numpy(array) for name, array in self.vision.tensors([digests]).items()}
         images = {
             name: tensor.to(self.device, self.dtype if tensor.is_floating_point() else None)
