@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache, lru_cache
 from itertools import chain
 from operator import itemgetter
 from typing import Any
@@ -39,25 +40,6 @@ others are written from U+0100 on."""
 _CHARACTERS = {byte: character for character, byte in BYTE_CHARACTERS.items()}
 
 
-class _Pieces(dict[int, bytes]):
-    """Id -> its bytes, filled when an id occurs first."""
-
-    def __init__(self, backend: Any) -> None:
-        self._token = backend.id_to_token
-
-    def __missing__(self, id_: int) -> bytes:
-        token = self._token(id_)
-        if token is None:  # not in the vocabulary: decoders leave it out
-            piece = b""
-        else:
-            try:
-                piece = bytes([BYTE_CHARACTERS[character] for character in token])
-            except KeyError:  # an added token, which is text as it stands
-                piece = token.encode()
-        self[id_] = piece
-        return piece
-
-
 class ByteDecoder:
     """Decodes ids of one tokenizer.
 
@@ -67,13 +49,19 @@ class ByteDecoder:
     """
 
     def __init__(self, backend: Any, size: int) -> None:
-        self._bytes_of = _Pieces(backend)
+        def data_of(id_: int) -> bytes:
+            token = backend.id_to_token(id_)
+            if token is None:  # not in the vocabulary: decoders leave it out
+                return b""
+            try:
+                return bytes([BYTE_CHARACTERS[character] for character in token])
+            except KeyError:  # an added token, which is text as it stands
+                return str(token).encode()
+
+        self.data_of = cache(data_of)
+        """The bytes of one id; none where it is not in the vocabulary."""
         self._known: list[bytes | None] = [None] * size
         """By id: its bytes, once it has occurred."""
-
-    def data_of(self, id_: int) -> bytes:
-        """The bytes of one id; none where it is not in the vocabulary."""
-        return self._bytes_of[id_]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Ids -> text. Bytes that are not UTF-8 become U+FFFD.
@@ -88,22 +76,8 @@ class ByteDecoder:
             except (TypeError, IndexError):  # an id occurs for the first time, or is not in the vocabulary
                 for id_ in ids:
                     if id_ < len(bytes_by_id):
-                        bytes_by_id[id_] = self._bytes_of[id_]
-        return b"".join(map(self._bytes_of.__getitem__, ids)).decode("utf-8", "replace")
-
-
-class _Ids(dict[str, list[int]]):
-    """Piece -> ids, filled when a piece occurs first."""
-
-    def __init__(self, model: Any) -> None:
-        self._tokenize = model.tokenize
-
-    def __missing__(self, piece: str) -> list[int]:
-        ids = [token.id for token in self._tokenize(piece.translate(_CHARACTERS))]
-        if len(self) >= _REMEMBERED:
-            self.clear()
-        self[piece] = ids
-        return ids
+                        bytes_by_id[id_] = self.data_of(id_)
+        return b"".join(map(self.data_of, ids)).decode("utf-8", "replace")
 
 
 class AsciiEncoder:
@@ -111,7 +85,11 @@ class AsciiEncoder:
 
     def __init__(self, model: Any, cuts: Sequence[Cut], added: Iterable[str]) -> None:
         self._first, *self._then = cuts
-        self._ids = _Ids(model)
+
+        def ids_of(piece: str) -> list[int]:
+            return [token.id for token in model.tokenize(piece.translate(_CHARACTERS))]
+
+        self._ids_of = lru_cache(_REMEMBERED)(ids_of)
         tokens = sorted({token for token in added if token})
         self._starts = sorted({token[0] for token in tokens})
         self._added = re.compile("|".join(map(re.escape, tokens)) or "(?!)").search
@@ -130,7 +108,7 @@ class AsciiEncoder:
             pieces = [part for piece in pieces for part in cut(piece)]
         if sum(map(len, pieces)) != len(text):  # text that the expression leaves out is a piece too
             return None
-        return list(chain.from_iterable(map(self._ids.__getitem__, pieces)))
+        return list(chain.from_iterable(map(self._ids_of, pieces)))
 
 
 def ascii_encoder(backend: Any, added: Iterable[str]) -> AsciiEncoder | None:
