@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from engine.tokens.template import ChatTemplate
-    from engine.tokens.vision import Vision
 
 
 _LONG = 320
@@ -119,22 +118,10 @@ def _write(template: ChatTemplate, path: Path) -> None:
         raise RenderError(f"--write {path}: {error.strerror}; name a new file") from error
 
 
-def _images(vision: Vision) -> str:
-    """How the tokens of an image are found."""
-    from engine.errors import RenderError
-
-    try:
-        sized = vision.processing.sized
-    except RenderError as error:
-        return f"none: {error}"
-    return (
-        "tokens from the image's size" if sized is not None else "tokens from the processor, which runs for each image"
-    )
-
-
 def describe(template: ChatTemplate, spec: Any) -> dict[str, Any]:
     """Return facts about a chat format, by name."""
-    from engine.plugins.templates.report import branch_rule, how_prompts_are_made, masks_or_why, usual_turns
+    from engine.errors import EngineError, RenderError
+    from engine.plugins.templates.report import branch_rule, how_prompts_are_made, masks, usual_turns
     from engine.tokens.choosing import chosen_reader, failures
     from engine.tokens.jinja_template import JinjaTemplate
     from engine.tokens.patches import patches_of, template_hash
@@ -170,9 +157,16 @@ def describe(template: ChatTemplate, spec: Any) -> dict[str, Any]:
     ]
     facts["ends replies with"] = template.stops
     if template.vision is not None:
-        facts["images"] = _images(template.vision)
+        ways = ("tokens from the image's size", "tokens from the processor, which runs for each image")
+        try:
+            facts["images"] = ways[template.vision.processing.sized is None]
+        except RenderError as error:
+            facts["images"] = f"none: {error}"
     facts["prompts"] = ": ".join(how_prompts_are_made(template))
     facts["turns"] = turns = usual_turns(template)
     facts["branch rule"] = branch_rule(turns, spec.history)
-    facts["trained"] = masks_or_why(template)
+    try:
+        facts["trained"] = masks(template)
+    except EngineError as error:
+        facts["trained"] = str(error)
     return facts

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from engine.errors import EngineError, RenderError
+from engine.errors import RenderError
 from engine.schemas.base import Struct
 from engine.schemas.generation import FinishReason, Generation, VersionSpan
 from engine.schemas.message import Message
 from engine.tokens.bridge.check import check_bridge
 from engine.tokens.bridge.kinds import ASSISTANT, BLANK, CALLS, REASONS, TOOL, USER, View, probe
+from engine.tokens.bridge.wrapper import common_length
 from engine.tokens.choosing import TOOL as TOOL_SCHEMA
 from engine.tokens.choosing import written
 from engine.tokens.conversation import Conversation
@@ -86,10 +87,7 @@ def parting(template: ChatTemplate, kinds: Sequence[int]) -> tuple[str, str]:
     said = newest[: newest.rfind(marks[-1]) + len(marks[-1])]
     for earlier in (asked, said):
         if not newer.startswith(earlier):
-            at = next(
-                (i for i, (a, b) in enumerate(zip(earlier, newer, strict=False)) if a != b),
-                min(len(earlier), len(newer)),
-            )
+            at = common_length(earlier, newer)
             start = max(at - _BEFORE, 0)
             return earlier[start : at + _AFTER], newer[start : at + _AFTER]
     return "", ""
@@ -191,14 +189,6 @@ def _say(conversation: Conversation, reply: View, turn: int) -> None:
         ),
         turn,
     )
-
-
-def masks_or_why(template: ChatTemplate) -> list[list[Piece]] | str:
-    """`masks`, or why there are none."""
-    try:
-        return masks(template)
-    except EngineError as error:
-        return str(error)
 
 
 def plain(value: TurnRendering | Piece) -> dict[str, Any]:

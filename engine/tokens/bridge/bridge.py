@@ -19,7 +19,16 @@ from engine.errors import RenderError
 from engine.tokens.bridge.check import BridgeVerdict, ReplyFrame, check_bridge, make_reply_text, make_wrapper
 from engine.tokens.bridge.keys import TemplateKeys
 from engine.tokens.bridge.kinds import ODD_KINDS, MessageKinds, View, kind_of
-from engine.tokens.bridge.wrapper import Bridge, Wrapper, difference, end_in, parts_of, pieces_of, remainder, shape_of
+from engine.tokens.bridge.wrapper import (
+    Bridge,
+    Wrapper,
+    common_length,
+    end_in,
+    parts_of,
+    pieces_of,
+    remainder,
+    shape_of,
+)
 from engine.tokens.tokenizer import MARK, unquote
 
 if TYPE_CHECKING:
@@ -107,7 +116,11 @@ class Bridges:
                 enough.
             tape: The tape, which ends with the reply.
         """
-        other_day = self.keys.dated and self._is_another_day(kinds.day)
+        if self.keys.dated and self._day != (today := date.today()):  # forget what was made of an earlier date
+            self._day = today
+            self._verdicts.clear()
+            self._wrappers.clear()
+        other_day = self.keys.dated and kinds.day != self._day
         if whole or other_day or kinds.odd or not ODD_KINDS.isdisjoint(new_kinds):
             compared = self._compared_whole(conversation(), new, new_kinds, tools, end.last, tape)
             if not (keep and isinstance(compared, str)):
@@ -129,15 +142,6 @@ class Bridges:
         except RenderError as error:
             return str(error)
         return self._fitted(bridge, end, end.sampled, shown, keep)
-
-    def _is_another_day(self, begun: date) -> bool:
-        """Whether the date has changed since a conversation began; what was made of an earlier date is forgotten."""
-        today = date.today()
-        if today != self._day:
-            self._day = today
-            self._verdicts.clear()
-            self._wrappers.clear()
-        return begun != today
 
     def cached_bridge(self, reply: View, new: Sequence[View], tools: list[View] | None) -> Bridge | None:
         """`ChatTemplate.unchecked_bridge`, through a wrapper where there is one for messages like these.
@@ -191,9 +195,7 @@ class Bridges:
         pieces, text = pieces_of(template, tape), unquote(written)
         end = end_in(pieces, text)
         if end is None:
-            at = max(difference(pieces, text) - _BEFORE, 0)
-            said = "".join([piece for _, piece in pieces])
-            return f"the template writes {text[at : at + _EXCERPT]!r} where the tape has {said[at : at + _EXCERPT]!r}"
+            return _difference("tape", "".join([piece for _, piece in pieces]), text)
         if role := template.dropped(bytes([kind_of(view, template.looked) for view in views]) + kinds, tools):
             return f"the template does not show a message of role `{role}` here"
         closing = [last] if last is not None and last in template.stop_set else []
@@ -237,21 +239,16 @@ class Bridges:
                 return Bridge(template.encode(rest), ended.bridge)
         if keep:
             continued = made if isinstance(ended, str) else ended
-            close = template.fast.added.get(_THINK_CLOSE)
-            thinking = end.thinking and not closed and close is not None
-            return (
-                Bridge([close, *continued.closing], continued.bridge) if thinking and close is not None else continued
-            )
+            if end.thinking and not closed and (close := template.fast.added.get(_THINK_CLOSE)) is not None:
+                return Bridge([close, *continued.closing], continued.bridge)
+            return continued
         if isinstance(ended, str):
             return ended
         if end.thinking and closed:
             return "the reply ended inside its reasoning"
         if shown is None:
             return "the template shows the conversation differently with this reply"
-        pairs = enumerate(zip(sampled, shown, strict=False))
-        at = next((at for at, (ours, theirs) in pairs if ours != theirs), min(len(sampled), len(shown)))
-        at = max(at - _BEFORE, 0)
-        return f"the template writes {shown[at : at + _EXCERPT]!r} where the reply has {sampled[at : at + _EXCERPT]!r}"
+        return _difference("reply", sampled, shown)
 
     def _shown_reply(
         self,
@@ -294,6 +291,11 @@ class Bridges:
         """Whether a text has something that the template may look for, or a mark of quoted text."""
         inspected = self._template.inspected
         return MARK in text or (inspected is not None and inspected.search(text) is not None)
+
+
+def _difference(of: str, said: str, shown: str) -> str:
+    at = max(common_length(said, shown) - _BEFORE, 0)
+    return f"the template writes {shown[at : at + _EXCERPT]!r} where the {of} has {said[at : at + _EXCERPT]!r}"
 
 
 def _between(before: str, whole: str, after: str) -> str | None:

@@ -203,9 +203,8 @@ def end_in(pieces: Sequence[Piece], text: str) -> int | None:
     return min(places, key=places.__getitem__, default=None)
 
 
-def difference(pieces: Sequence[Piece], text: str) -> int:
-    """The index of the first character of the tape's text that `text` does not have."""
-    said = "".join([piece for _, piece in pieces])
+def common_length(said: str, text: str) -> int:
+    """The index of the first character of a text that another text does not have."""
     pairs = enumerate(zip(said, text, strict=False))
     return next((at for at, (ours, theirs) in pairs if ours != theirs), min(len(said), len(text)))
 
