@@ -12,6 +12,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -157,7 +158,7 @@ def make_renderer(name: str, tokenizer: FastTokenizer, spec: ModelSpec) -> Any:
     config: Any = merge_chat_template_kwargs(config_from_name(name), spec.template_kwargs)
     renderer = _registry()[name](tokenizer, config)
     if hasattr(renderer, "_processor"):
-        renderer._processor = _OnePlaceholder()
+        renderer._processor = SimpleNamespace(image_processor=_OnePlaceholder())
     return renderer
 
 
@@ -169,11 +170,6 @@ class _OnePlaceholder:
     """
 
     merge_size = 1
-
-    @property
-    def image_processor(self) -> _OnePlaceholder:
-        """Itself."""
-        return self
 
     def __call__(self, **_: Any) -> dict[str, Any]:
         """A grid of one."""

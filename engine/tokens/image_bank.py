@@ -195,22 +195,19 @@ class ImageBank:
             with self._lock:
                 prepared = self._prepared.get(digest)
             if prepared is None:
-                prepared = self._made_elsewhere(digest) or self._make(digest)
+                prepared = self._make(digest)
                 self._keep(digest, prepared)
         return prepared
 
-    def _made_elsewhere(self, digest: str) -> PreparedImage | None:
+    def _make(self, digest: str) -> PreparedImage:
         if (made := self._made(digest)) is not None:
             return kept_tensors(made)
-        if (pixels := self._ahead.take(digest)) is None:
-            return None
-        self.processed += 1
-        return self._processing.arrange(pixels, self.picture(digest).grid)
-
-    def _make(self, digest: str) -> PreparedImage:
-        began = time.perf_counter()
-        prepared = self._processing.make(digest, self.source(digest).data)
-        self._seconds += time.perf_counter() - began
+        if (pixels := self._ahead.take(digest)) is not None:
+            prepared = self._processing.arrange(pixels, self.picture(digest).grid)
+        else:
+            began = time.perf_counter()
+            prepared = self._processing.make(digest, self.source(digest).data)
+            self._seconds += time.perf_counter() - began
         self.processed += 1
         return prepared
 

@@ -125,17 +125,17 @@ def to_json(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-def _now(format: str) -> str:
-    return datetime.now().strftime(format)
-
-
 def make_environment() -> ImmutableSandboxedEnvironment:
     """The environment of chat templates."""
     environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
     environment.filters["tojson"] = to_json
-    environment.globals.update(
-        {"raise_exception": _raise, "strftime_now": _now, "dict": _Dict(), "namespace": _Namespace}
-    )
+    changes: dict[str, Any] = {
+        "raise_exception": _raise,
+        "strftime_now": lambda format: datetime.now().strftime(format),
+        "dict": _Dict(),
+        "namespace": _Namespace,
+    }
+    environment.globals.update(changes)
     return environment
 
 

@@ -238,13 +238,18 @@ class JinjaSource:
         except Exception as error:
             raise RenderError(f"the chat template is not valid Jinja: {error or type(error).__name__}") from error
         self._in_parts = False
+        """Contents must be lists of parts: templates of vision-language models may iterate over them."""
         self.quoting: Quoting | None = None
-        """How texts are quoted that spell tokens; None where the tokenizer is not known."""
-        self._reads = False
+        """How texts are quoted that spell tokens, which are tested and cut as they were before quoting; None where the
+        tokenizer is not known."""
         self.reasoning_key = "reasoning_content"
         """What the template calls a reply's reasoning."""
-        self._in_parts = self._wants_parts()
-        self.reasoning_key = self._find_reasoning_key()
+        question: list[View] = [{"role": "user", "content": mark(0)}]
+        if not self._shows(question):
+            self._in_parts = True  # unless it writes the list as Python does
+            self._in_parts = self._shows(question) and "'text'" not in self.text(question, None)
+        keys = ("reasoning_content", "thinking", "reasoning")
+        self.reasoning_key = next(filter(self._shows_reasoning_as, keys), keys[0])
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -261,10 +266,6 @@ class JinjaSource:
         """What it tests and changes of a conversation."""
         return read_template(self.sources, self._variables, self._in_parts)
 
-    def see_through(self, quoting: Quoting) -> None:
-        """Test and cut quoted texts as they were before quoting."""
-        self.quoting, self._reads = quoting, self.keys.reads
-
     def text(self, views: Sequence[View], tools: list[View] | None) -> str:
         """What the template writes, generation prompt included.
 
@@ -279,7 +280,7 @@ class JinjaSource:
                 for view in views
             ]
         written = self._render(self._compiled[-1 if tools else 0], views, tools)
-        if self.quoting is not None and (MARK in written or self._reads):
+        if self.quoting is not None and (MARK in written or self.keys.reads):
             written = self._seen_through(views, tools, written)
         if _ESCAPED_MARK in written:
             raise RenderError(
@@ -328,24 +329,13 @@ class JinjaSource:
             )
         return shown.replace(hidden, MARK)
 
-    def _wants_parts(self) -> bool:
-        """Whether contents must be lists of parts: templates of vision-language models may iterate over them."""
-        question: list[View] = [{"role": "user", "content": mark(0)}]
-        shown = [self._shows(question)]
-        self._in_parts = True
-        shown.append(self._shows(question))
-        return shown == [False, True] and "'text'" not in self.text(question, None)  # a list, written as Python does
-
-    def _find_reasoning_key(self) -> str:
-        for key in ("reasoning_content", "thinking", "reasoning"):
-            self.reasoning_key = key
-            reply = {"role": "assistant", "content": "", "reasoning_content": mark(0)}
-            caller = {**reply, "tool_calls": [probe_call(1, 0)]}
-            if self._shows([_QUESTION, {**reply, "content": "A"}]) or self._shows(
-                [_QUESTION, caller, probe(TOOL, 1, str)]
-            ):
-                return key
-        return "reasoning_content"
+    def _shows_reasoning_as(self, key: str) -> bool:
+        self.reasoning_key = key
+        reply = {"role": "assistant", "content": "", "reasoning_content": mark(0)}
+        caller = {**reply, "tool_calls": [probe_call(1, 0)]}
+        return self._shows([_QUESTION, {**reply, "content": "A"}]) or self._shows(
+            [_QUESTION, caller, probe(TOOL, 1, str)]
+        )
 
     def _shows(self, views: list[View]) -> bool:
         try:

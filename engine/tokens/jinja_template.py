@@ -56,7 +56,7 @@ class JinjaTemplate(ChatTemplate):
         super().__init__("template", tokenizer, spec, vocab_size=vocab_size, context=context)
         self.source = source
         """What writes conversations as the template does, without the tokenizer."""
-        source.see_through(tokenizer.quoting)
+        source.quoting = tokenizer.quoting
         self.looked, self.inspected, self.sought = looks(source.keys, "".join(source.sources))
         self.bridges.follow(source.keys)
         self.close_id, openers, self._ends = find_ends(self)

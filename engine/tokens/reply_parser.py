@@ -114,20 +114,17 @@ class ReplyParser:
         """
         if not attempts:
             return ParsedReply(text, reasoning, [], text, False, True), text
-        written = "\n".join([*([text] if text else []), *map(self._in_writing, attempts)])
+        form = self._template.call_format
+        writer = form if form is not None and form.name else HermesFormat()  # a format of the spec's own may raise
+        calls = [
+            attempt.raw if isinstance(attempt, MalformedCall) else writer.write("", [(attempt.name, attempt.arguments)])
+            for attempt in attempts
+        ]
+        written = "\n".join([*([text] if text else []), *calls])
         malformed = [attempt.raw for attempt in attempts if isinstance(attempt, MalformedCall)]
         as_calls = not malformed and self._can_show(len(attempts))
         content = "\n".join([*([text] if text else []), *malformed])
         return ParsedReply(content, reasoning, attempts, content if as_calls else written, False, as_calls), written
-
-    def _in_writing(self, attempt: ToolCall | MalformedCall) -> str:
-        if isinstance(attempt, MalformedCall):
-            return attempt.raw
-        call_format = self._template.call_format
-        writer = (
-            call_format if call_format is not None and call_format.name else HermesFormat()
-        )  # a format of the spec's own may raise
-        return writer.write("", [(attempt.name, attempt.arguments)])
 
     def is_plain(self, parsed: ParsedReply) -> bool:
         """Whether a reply is text in which the template looks for nothing, so that the checks of probes hold for it."""
@@ -226,14 +223,19 @@ def call_tokens(
 
     end = _first(read, len(ids))
     start = _first(opened, end) - 1
-    if start < end - 1:
-        return _mark_start(template, ids, start), end
+    if start < end - 1:  # `start` is the last token of the opening mark
+        marks = template.call_format.marks if template.call_format is not None else ()
+        text = template.decode(ids[: start + 1])
+        at = max((text.rfind(mark) for mark in marks), default=-1)
+        if at >= 0:
+            start = _first(lambda tokens: len(template.decode(ids[:tokens])) > at, start + 1) - 1
+        return start, end
     if call:
         previous = call_tokens(template, ids, before, tools, call - 1)
         return (0 if previous is None else previous[1]), end
     content = template.replies.parse(ids, before=before, turn=0, tools=tools).content
-    text = text_tokens(template, ids, content) if content else None
-    return (0 if text is None else text[1]), end
+    said = text_tokens(template, ids, content) if content else None
+    return (0 if said is None else said[1]), end
 
 
 def text_tokens(template: ChatTemplate, ids: IntVector, text: str) -> tuple[int, int] | None:
@@ -250,14 +252,6 @@ def text_tokens(template: ChatTemplate, ids: IntVector, text: str) -> tuple[int,
     start = _first(lambda tokens: len(template.decode(ids[:tokens])) > at, len(ids)) - 1
     end = _first(lambda tokens: len(template.decode(ids[:tokens])) >= at + len(text), len(ids))
     return start, end
-
-
-def _mark_start(template: ChatTemplate, ids: IntVector, last: int) -> int:
-    """The first token of the opening mark whose last token is `last`."""
-    marks = template.call_format.marks if template.call_format is not None else ()
-    text = template.decode(ids[: last + 1])
-    at = max((text.rfind(mark) for mark in marks), default=-1)
-    return last if at < 0 else _first(lambda tokens: len(template.decode(ids[:tokens])) > at, last + 1) - 1
 
 
 def _first(holds: Callable[[int], bool], most: int) -> int:

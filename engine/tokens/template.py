@@ -14,7 +14,7 @@ import math
 import re
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import date
 from functools import cached_property
 from itertools import pairwise
@@ -362,7 +362,7 @@ def abilities_of(write: Writer) -> Abilities:
     return Abilities(
         tools=_shows(write, [USER], TOOL_NAME, tools=[PROBE_TOOL]),
         tool_results=_shows(write, [USER, calls[0], TOOL], mark(2)) or _shows(write, [USER, reply, TOOL], mark(2)),
-        reasoning=_shows_views(write, reasons, f"Why {mark(1)}w"),
+        reasoning=_shows(write, reasons, f"Why {mark(1)}w"),
         calls=sum(
             _shows(write, [USER, kind, TOOL], TOOL_NAME, f"{mark(1)}n{number}") for number, kind in enumerate(calls)
         ),
@@ -409,9 +409,7 @@ def rewritten_part(write: Writer) -> str | None:
 def refuses_later_system(write: Writer) -> bool:
     """Whether the template refuses a system message after a reply, and takes the conversation without it."""
     before, after = [probe(USER, 0, str), probe(ASSISTANT, 1, str)], [probe(USER, 3, str)]
-    return _shows_views(write, [*before, *after], mark(3)) and not _shows_views(
-        write, [*before, probe(SYSTEM, 2, str), *after]
-    )
+    return _shows(write, [*before, *after], mark(3)) and not _shows(write, [*before, probe(SYSTEM, 2, str), *after])
 
 
 def hidden_roles(write: Writer) -> list[str]:
@@ -432,12 +430,9 @@ def hidden_roles(write: Writer) -> list[str]:
     return sorted(roles - {"assistant"})
 
 
-def _shows(write: Writer, kinds: Iterable[int], *texts: str, tools: list[View] | None = None) -> bool:
-    """Whether probes of these kinds are rendered, with each of `texts` in the result."""
-    return _shows_views(write, [probe(kind, index, str) for index, kind in enumerate(kinds)], *texts, tools=tools)
-
-
-def _shows_views(write: Writer, views: list[View], *texts: str, tools: list[View] | None = None) -> bool:
+def _shows(write: Writer, messages: Sequence[int | View], *texts: str, tools: list[View] | None = None) -> bool:
+    """Whether messages, or probes of these kinds, are rendered, with each of `texts` in the result."""
+    views = [probe(item, index, str) if isinstance(item, int) else item for index, item in enumerate(messages)]
     try:
         shown = write(views, tools)
     except RenderError:

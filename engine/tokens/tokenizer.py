@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
@@ -122,7 +122,7 @@ class FastTokenizer:
         self._backend: Any = getattr(tokenizer, "backend_tokenizer", None)
         self._vocab: dict[str, int] = tokenizer.get_vocab()
         self._memory: dict[str, list[int]] = {}
-        self._borders: dict[str, bool] = {}
+        self._is_border = cache(self._splits_first)
         byte_level = type(getattr(self._backend, "decoder", None)).__name__ == "ByteLevel"
         self._bytes = ByteDecoder(self._backend, self.size) if byte_level else None
         self.name_or_path: str = getattr(tokenizer, "name_or_path", "")
@@ -179,19 +179,15 @@ class FastTokenizer:
         """
         return [token for token in self.added if token and token in text and self._is_border(token)]
 
-    def _is_border(self, token: str) -> bool:
-        is_border = self._borders.get(token)
-        if is_border is None:
-            flags = ("lstrip", "rstrip", "single_word", "normalized")
-            made = next(made for made in self.full.added_tokens_decoder.values() if str(made) == token)
-            sizes = range(1, len(token))
-            is_border = not any(getattr(made, flag, True) for flag in flags) and not any(
-                (token in other and token != other)
-                or any(other.endswith(token[:size]) or other.startswith(token[size:]) for size in sizes)
-                for other in self.added
-            )
-            self._borders[token] = is_border
-        return is_border
+    def _splits_first(self, token: str) -> bool:
+        flags = ("lstrip", "rstrip", "single_word", "normalized")
+        made = next(made for made in self.full.added_tokens_decoder.values() if str(made) == token)
+        sizes = range(1, len(token))
+        return not any(getattr(made, flag, True) for flag in flags) and not any(
+            (token in other and token != other)
+            or any(other.endswith(token[:size]) or other.startswith(token[size:]) for size in sizes)
+            for other in self.added
+        )
 
     def encode(self, text: str, *_: Any, **__: Any) -> list[int]:
         """Text -> ids, with no token added; quoted parts as plain text (see above)."""

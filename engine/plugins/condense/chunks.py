@@ -171,9 +171,8 @@ def _cutter(spec: CondenseSpec, count: Count) -> Callable[[str], list[tuple[int,
 
 def _missing_package(key: str, error: ImportError) -> EngineError:
     """The error of a setting whose package is not installed."""
-    fault = EngineError(f"`{key}` needs a package ({error}): pip install 'episode-engine[condense]'")
-    fault.kind, fault.blame = "no_package", "spec"
-    return fault
+    message = f"`{key}` needs a package ({error}): pip install 'episode-engine[condense]'"
+    return EngineError(message, kind="no_package", blame="spec")
 
 
 def keywords(text: str, spec: KeywordsSpec, count: Count) -> str:
@@ -233,7 +232,12 @@ class CondenseRoom(Room):
         self._more = 0
         if isinstance(condenser, PolicySummarySpec):
             follows = spec.limits.tool_result_tokens or 0
-            self._more = follows + condenser.tokens + _request_tokens(condenser.prompt, template)
+            request = Message(role="user", content=condenser.prompt)
+            try:  # what the request adds to a prompt that already has one of a user
+                asked = len(template.render([_ASKED, _REPLIED, request])) - len(template.render([_ASKED]))
+            except RenderError:  # a template that refuses such a conversation
+                asked = len(template.encode(condenser.prompt))
+            self._more = follows + condenser.tokens + asked
 
     def reserve(self, free: int) -> int:
         """Tokens that must be free: for a reply; if the policy summarises, also for what follows the reply, and for the
@@ -253,15 +257,6 @@ class CondenseRoom(Room):
     def leaving(self, messages: Sequence[Message], opening: int) -> int:
         """The images outside of the window, where it slides by itself before a prompt."""
         return len(older_images(self._condense, messages, opening)) if self._before_prompts else 0
-
-
-def _request_tokens(words: str, template: ChatTemplate) -> int:
-    """Tokens that a request of a user adds to a prompt that already has one."""
-    request = Message(role="user", content=words)
-    try:
-        return len(template.render([_ASKED, _REPLIED, request])) - len(template.render([_ASKED]))
-    except RenderError:  # a template that refuses such a conversation
-        return len(template.encode(words))
 
 
 def older_images(spec: CondenseSpec | None, thread: Sequence[Message], opening: int) -> list[tuple[int, int]]:

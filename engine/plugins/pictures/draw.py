@@ -125,7 +125,7 @@ def svg(machine: MachineSpec | ResolvedMachine, counts: Counts | None = None, ev
     """Return the machine as an SVG document. The arguments are those of `picture`.
 
     Raises:
-        LayoutError: the library fast-sugiyama is not installed.
+        EngineError: the library fast-sugiyama is not installed.
     """
     drawn = picture(machine, counts, events)
     names = [*drawn.machine.states, *([ANY_STATE] if drawn.has_any_state else [])]
@@ -303,13 +303,6 @@ def _start(box: Box) -> str:
     )
 
 
-class LayoutError(EngineError):
-    """The library that places boxes is not installed."""
-
-    kind = "layout_error"
-    blame = "spec"
-
-
 @dataclass(slots=True)
 class Box:
     """A node, the label of an edge, or a waypoint. Lengths in pixels."""
@@ -362,7 +355,7 @@ def lay_out(nodes: Mapping[str, Box], links: Sequence[Link], first: str) -> Layo
         first: The node to begin at: a link back to a node from which it was reached leads upwards.
 
     Raises:
-        LayoutError: the library fast-sugiyama is not installed.
+        EngineError: the library fast-sugiyama is not installed.
     """
     boxes = dict(nodes)
     _direct(boxes, links, first)
@@ -437,7 +430,7 @@ def _sugiyama(edges: list[tuple[int, int]]) -> tuple[dict[int, tuple[float, floa
     """Places by vertex, y downwards, and the edges cut at waypoints, which are new vertices.
 
     Raises:
-        LayoutError: the library fast-sugiyama is not installed.
+        EngineError: the library fast-sugiyama is not installed.
     """
     try:
         from fast_sugiyama import from_edges
@@ -446,7 +439,7 @@ def _sugiyama(edges: list[tuple[int, int]]) -> tuple[dict[int, tuple[float, floa
             "SVG needs the package fast-sugiyama: run `pip install fast-sugiyama`, or write Mermaid with "
             "`--format mermaid`"
         )
-        raise LayoutError(message) from error
+        raise EngineError(message, kind="layout_error", blame="spec") from error
     places = {0: (0.0, 0.0)}
     steps: list[tuple[int, int]] = []
     left = 0.0

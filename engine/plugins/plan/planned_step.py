@@ -270,20 +270,16 @@ def planned_row(vision: Vision | None, vocabulary: int, tokens: int, images: Pla
 
 def _shown(vision: Vision, number: int, images: PlannedImages) -> Any:
     """A blank image after the model's processor. Each number has a digest of its own, as different images have."""
+    from PIL import Image
+
     digest = f"planned:{images.width}x{images.height}:{number}"
-    vision.bank.put(digest, _blank(images.width, images.height), "image/png")
+    file = io.BytesIO()
+    Image.new("1", (images.width, images.height)).save(file, "PNG")
+    vision.bank.put(digest, file.getvalue(), "image/png")
     try:
         return vision.bank.picture(digest)
     except ImageError as error:
         raise TrainError(f"images of the plan ({images}): {error}", kind="train_setup") from error
-
-
-def _blank(width: int, height: int) -> bytes:
-    from PIL import Image
-
-    file = io.BytesIO()
-    Image.new("1", (width, height)).save(file, "PNG")
-    return file.getvalue()
 
 
 @dataclass(frozen=True, slots=True)

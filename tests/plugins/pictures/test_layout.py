@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.plugins.pictures.draw import Box, Layout, LayoutError, Link, lay_out, svg
+from engine.errors import EngineError
+from engine.plugins.pictures.draw import Box, Layout, Link, lay_out, svg
 from engine.schemas.machine import MachineSpec
 
 
@@ -106,5 +107,5 @@ def test_a_chain_stands_straight_below_itself() -> None:
 
 def test_without_the_library_the_error_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "fast_sugiyama", None)
-    with pytest.raises(LayoutError, match=r"`pip install fast-sugiyama`, or write Mermaid with `--format mermaid`"):
+    with pytest.raises(EngineError, match=r"`pip install fast-sugiyama`, or write Mermaid with `--format mermaid`"):
         make([60.0], [])
