@@ -22,7 +22,7 @@ from engine.errors import StoreError
 from engine.runner.failure_causes import REPAIRED
 from engine.schemas.trajectory import Failure
 from engine.store.private import private_file
-from engine.tokens.bridge.guard import BranchDifference, BranchFinding, BranchGuard
+from engine.tokens.bridge.guard import BranchFinding, BranchGuard
 
 if TYPE_CHECKING:
     from engine.episode.episode import Episode
@@ -82,14 +82,14 @@ class EpisodeGuard:
     def _failure(self, episode: Episode, trajectory: Trajectory, finding: BranchFinding) -> Failure:
         before, state = trajectory.outcome.failure, trajectory.outcome.state
         also = f". The episode had failed before: {before.kind} ({before.blame}): {before.message}" if before else ""
-        if not isinstance(finding, BranchDifference):
+        if isinstance(finding, str):
             return Failure(
                 kind=UNGUARDED,
                 blame="engine",
                 state=state,
                 message="its rows were not compared with what the chat template writes, so they are not handed over "
                 "as checked: "
-                f"{finding.message}; run it again with `engine run --resume RUN --retry-failed all`{also}",
+                f"{finding}; run it again with `engine run --resume RUN --retry-failed all`{also}",
             )
         turn = max((turn.index for turn in trajectory.turns if turn.branch == finding.branch), default=-1)
         asked = sorted(episode.conversation.asked.items())[finding.branch][1]

@@ -25,7 +25,7 @@ from engine.errors import RenderError
 from engine.tokens.bridge.keys import TemplateKeys, read_template
 from engine.tokens.bridge.kinds import TOOL, View, mark, probe, probe_call
 from engine.tokens.jinja import FORMATS, compile_template, make_environment
-from engine.tokens.tokenizer import MARK, Quoting, unquote
+from engine.tokens.tokenizer import MARK, Quoting, texts_in, unquote, with_texts
 
 _UNITS = re.compile(f"{MARK}{MARK}|[^{MARK}]{MARK}?|{MARK}", re.DOTALL)
 """A character of the text before quoting, with the mark that follows it."""
@@ -310,16 +310,20 @@ class JinjaSource:
             RenderError: The template does to texts what cannot be done to quoted ones.
         """
         assert self.quoting is not None
-        marked = any(view["role"] != "assistant" and _has_mark(view) for view in views)
+        marked = any(MARK in text for view in views if view["role"] != "assistant" for text in texts_in(view))
         if not marked and not self.keys.replaces:
             return written
         source = self.sources[-1 if tools else 0]
-        hidden = next((chr(code) for code in range(0xFDD1, 0xFDF0) if not _has_mark(views, chr(code))), "")
-        quoted = [_replaced(view, MARK, hidden) if view["role"] == "assistant" else view for view in views]
+        used = set("".join(texts_in(views)))
+        hidden = next((chr(code) for code in range(0xFDD1, 0xFDF0) if chr(code) not in used), "")
+        quoted = [
+            with_texts(view, lambda text: text.replace(MARK, hidden)) if view["role"] == "assistant" else view
+            for view in views
+        ]
         shown = self._render(compile_quoted(source, self.quoting), quoted, tools)
         wanted = written
         if marked:
-            plain = [view if view["role"] == "assistant" else _replaced(view) for view in quoted]
+            plain = [view if view["role"] == "assistant" else with_texts(view, unquote) for view in quoted]
             wanted = self._render(self._compiled[-1 if tools else 0], plain, tools)
         if unquote(shown).replace(hidden, MARK) != (wanted.replace(hidden, MARK) if marked else unquote(written)):
             raise RenderError(
@@ -347,24 +351,6 @@ class JinjaSource:
 def _in_parts(view: View) -> View:
     content = view["content"]
     return {**view, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else view
-
-
-def _has_mark(value: Any, mark: str = MARK) -> bool:
-    """Whether a text, or JSON of texts, contains a character."""
-    if isinstance(value, str):
-        return mark in value
-    if isinstance(value, dict):
-        return any(_has_mark(item, mark) for item in value.values())
-    return isinstance(value, list | tuple) and any(_has_mark(item, mark) for item in value)
-
-
-def _replaced(value: Any, mark: str = "", by: str = "") -> Any:
-    """A text, or JSON of texts, with one character in place of another; before quoting, without these."""
-    if isinstance(value, str):
-        return value.replace(mark, by) if mark else unquote(value)
-    if isinstance(value, dict):
-        return {_replaced(key, mark, by): _replaced(item, mark, by) for key, item in value.items()}
-    return [_replaced(item, mark, by) for item in value] if isinstance(value, list) else value
 
 
 def _advice(views: Sequence[View]) -> str:

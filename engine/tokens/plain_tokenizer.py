@@ -8,6 +8,7 @@ it. All attributes that turns do not need are those of transformers' tokenizer, 
 from __future__ import annotations
 
 import json
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,7 +58,6 @@ class PlainTokenizer:
         self.added_tokens_decoder = backend.get_added_tokens_decoder()
         self.eos_token_id = self._id("eos_token")
         self.unk_token_id = self._id("unk_token")
-        self._real: Any = None
 
     def _id(self, name: str) -> int | None:
         token = self.special_tokens_map.get(name)
@@ -71,15 +71,14 @@ class PlainTokenizer:
         """The chat template."""
         return self.chat_template
 
-    @property
+    @cached_property
     def real(self) -> Any:
         """The tokenizer of transformers; imported at the first use."""
-        if self._real is None:
-            from transformers import AutoTokenizer
+        from transformers import AutoTokenizer
 
-            self._real = AutoTokenizer.from_pretrained(self.name_or_path, trust_remote_code=False)
-            self._real.chat_template = self.chat_template
-        return self._real
+        tokenizer = AutoTokenizer.from_pretrained(self.name_or_path, trust_remote_code=False)
+        tokenizer.chat_template = self.chat_template
+        return tokenizer
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):

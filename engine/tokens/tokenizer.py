@@ -15,7 +15,7 @@ itself, except that quoted tokens are encoded as any other text. A tokenizer tha
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, cached_property
 from typing import Any
 
@@ -42,6 +42,28 @@ _MARKS = re.compile(f"{MARK}{MARK}?")
 def unquote(text: str) -> str:
     """The text before quoting."""
     return _MARKS.sub(lambda match: match[0][1:], text) if MARK in text else text
+
+
+def texts_in(value: Any) -> Iterator[str]:
+    """All texts in a JSON value, keys included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield key
+            yield from texts_in(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from texts_in(item)
+
+
+def with_texts(value: Any, change: Callable[[str], str]) -> Any:
+    """A JSON value with each text in it changed, keys included."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, dict):
+        return {change(key): with_texts(item, change) for key, item in value.items()}
+    return [with_texts(item, change) for item in value] if isinstance(value, list) else value
 
 
 def quoted_index(text: str, index: int) -> int:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from engine.errors import RenderError
 from engine.schemas.message import ImagePart, Message, ToolCall
 from engine.tokens.bridge.kinds import View
-from engine.tokens.tokenizer import MARK, Span, quoted_index
+from engine.tokens.tokenizer import MARK, Span, quoted_index, with_texts
 
 if TYPE_CHECKING:
     from engine.tokens.reply_parser import ParsedReply
@@ -162,13 +162,8 @@ class MessageViews:
         """A text, or JSON of texts, with the added tokens that it spells quoted."""
         if self._template.allow_special:
             return value
-        if isinstance(value, str):
-            return self._template.fast.quoting.quote(value, intended)
-        if isinstance(value, dict):
-            return {self._quoted(key): self._quoted(item) for key, item in value.items()}
-        if isinstance(value, list):
-            return [self._quoted(item) for item in value]
-        return value
+        quote = self._template.fast.quoting.quote
+        return quote(value, intended) if isinstance(value, str) else with_texts(value, quote)
 
     def _quoted_part(self, part: str, ids: IntVector | Sequence[int], *, last: bool) -> str:
         """A part of a reply. Added tokens that were sampled as tokens are not quoted."""

@@ -114,13 +114,6 @@ def _action(name: str, drawn: Picture) -> tuple[str, str]:
     return action, action.rpartition(":")[2]
 
 
-def _box(name: str, drawn: Picture, ends: int, loop: DrawnEdge | None) -> Box:
-    _, action = _action(name, drawn)
-    width = max(len(name) * NAME_SIZE * 0.72, len(action) * LABEL_SIZE * 0.61, ends * 18.0, 64.0) + 26.0
-    overhang = LOOP + _size(_rows(loop))[0] if loop is not None else 0.0
-    return Box(width, 46.0 if action else 34.0, overhang)
-
-
 def svg(machine: MachineSpec | ResolvedMachine, counts: Counts | None = None, events: Events | None = None) -> str:
     """Return the machine as an SVG document. The arguments are those of `picture`.
 
@@ -135,7 +128,10 @@ def svg(machine: MachineSpec | ResolvedMachine, counts: Counts | None = None, ev
     nodes = {}
     for name in names:
         ends = max(sum(e.source == name for e in between), sum(e.dest == name for e in between))
-        nodes[name] = _box(name, drawn, ends, loops.get(name))
+        _, action = _action(name, drawn)
+        width = max(len(name) * NAME_SIZE * 0.72, len(action) * LABEL_SIZE * 0.61, ends * 18.0, 64.0) + 26.0
+        overhang = LOOP + _size(_rows(loops[name]))[0] if name in loops else 0.0
+        nodes[name] = Box(width, 46.0 if action else 34.0, overhang)
     links = [Link(edge.source, edge.dest, Box(*_size(_rows(edge)))) for edge in between]
     initial = drawn.machine.initial if drawn.machine.initial in nodes else next(iter(nodes))
     layout = lay_out(nodes, links, initial)
@@ -145,10 +141,6 @@ def svg(machine: MachineSpec | ResolvedMachine, counts: Counts | None = None, ev
     parts += [_node(name, box, drawn) for name, box in layout.nodes.items()]
     parts += [_label(link, edge) for link, edge in zip(links, between, strict=True)]
     parts.append(_start(layout.nodes[initial]))
-    return _document(parts, layout)
-
-
-def _document(parts: list[str], layout: Layout) -> str:
     width, height = layout.width + 2 * MARGIN, layout.height + 2 * MARGIN + GAP_Y
     body = "\n".join(part for part in parts if part)
     return (

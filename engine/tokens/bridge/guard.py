@@ -11,8 +11,8 @@ was sampled; nothing else may. What was not sampled is encoded again and must gi
 canonical, so they are not encoded.
 
 This process only hands over what is stored of the episode. A child that dies, hangs or fails is replaced, and what it
-had is asked again, one episode at a time. An episode that has no answer after `TRIES` gets an `Unanswered`: it was not
-checked.
+had is asked again, one episode at a time. An episode that has no answer after `TRIES` was not checked: its finding is
+the reason.
 """
 
 from __future__ import annotations
@@ -74,13 +74,8 @@ class BranchDifference(msgspec.Struct, frozen=True):
     """It is because text that only spells a special token was hidden from the template."""
 
 
-class Unanswered(msgspec.Struct, frozen=True):
-    """There is no answer for an episode: it was not checked."""
-
-    message: str
-
-
-BranchFinding = BranchDifference | Unanswered
+BranchFinding = BranchDifference | str
+"""A difference, or why there is no answer for an episode: it was not checked."""
 
 
 class BranchGuard:
@@ -193,7 +188,7 @@ class _Asking:
             except Exception as error:  # noqa: BLE001 - nobody may wait for ever
                 for job in jobs:
                     if not job.answer.done():
-                        job.answer.set_result(Unanswered(f"{type(error).__name__}: {error}"))
+                        job.answer.set_result(f"{type(error).__name__}: {error}")
 
     def _next(self) -> list[_Job]:
         """All that waits, of one chat format."""
@@ -223,7 +218,7 @@ class _Asking:
             elif job.tries < TRIES:
                 again.append(job)
             else:
-                job.answer.set_result(Unanswered(f"{answer['error']} ({TRIES} times)"))
+                job.answer.set_result(f"{answer['error']} ({TRIES} times)")
         for job in again:
             self._answer([job])
 

@@ -15,12 +15,13 @@ for a whole tape `end_in`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from engine.tokens.bridge.kinds import View
+from engine.tokens.tokenizer import texts_in
 
 if TYPE_CHECKING:
     from engine.tokens.tape import Tape
@@ -112,23 +113,10 @@ def shape_of(reply: View, is_inspected: Callable[[str], bool] | None) -> tuple[A
         name, arguments = call["function"]["name"], call["function"]["arguments"]
         if not (isinstance(arguments, dict) and arguments):
             return None
-        if is_inspected is not None and any(map(is_inspected, _strings(arguments))):
+        if is_inspected is not None and any(map(is_inspected, texts_in(arguments))):
             return None
         shape += ((name, len(call["id"]), *arguments),)
     return None if shape == (False, False) else shape
-
-
-def _strings(value: Any) -> Iterator[str]:
-    """All texts in a JSON value."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            yield key
-            yield from _strings(item)
-    elif isinstance(value, list):
-        for item in value:
-            yield from _strings(item)
 
 
 def remainder(said: str, shown: str) -> str | None:

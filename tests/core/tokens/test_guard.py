@@ -24,7 +24,7 @@ from engine.schemas.model import ModelSpec
 from engine.store.codec import json_of
 from engine.store.results import _write_branch
 from engine.tokens.bridge import guard as guard_module
-from engine.tokens.bridge.guard import BranchDifference, BranchFinding, BranchGuard, Unanswered
+from engine.tokens.bridge.guard import BranchDifference, BranchFinding, BranchGuard
 from engine.tokens.bridge.guard_child import _tokenizer
 from engine.tokens.conversation import Conversation
 from engine.tokens.loading import load_format
@@ -196,8 +196,8 @@ async def test_one_that_never_ends_is_given_up_and_the_others_are_answered(
     short, long = talk(form, "One.<|im_end|>"), talk(form, "One.<|im_end|>", "Two.<|im_end|>")
     first, endless, last = await asyncio.gather(*(judged(guard, each) for each in (short, long, short)))
     assert (first, last) == (None, None)
-    assert isinstance(endless, Unanswered)
-    assert endless.message.startswith("it did not answer within 4")
+    assert isinstance(endless, str)
+    assert endless.startswith("it did not answer within 4")
 
 
 async def test_one_that_takes_all_memory_is_given_up(formats: Formats) -> None:
@@ -207,7 +207,7 @@ async def test_one_that_takes_all_memory_is_given_up(formats: Formats) -> None:
     told["sources"], told["key"] = ["{{ ('x' * 1000000000000000) | length }}"], "memory"
     guard.__dict__["_told"] = json.dumps(told).encode()
     finding = await judged(guard, talk(form, "One.<|im_end|>"))
-    assert finding == Unanswered("MemoryError:  (3 times)")
+    assert finding == "MemoryError:  (3 times)"
 
 
 async def test_a_child_that_cannot_start_leaves_the_episode_unanswered(
@@ -216,8 +216,8 @@ async def test_a_child_that_cannot_start_leaves_the_episode_unanswered(
     monkeypatch.setattr(guard_module, "_current", None)
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     finding = await judged(guard_of(formats("plain")), talk(formats("plain"), "One.<|im_end|>"))
-    assert isinstance(finding, Unanswered)
-    assert "/nowhere/python" in finding.message
+    assert isinstance(finding, str)
+    assert "/nowhere/python" in finding
 
 
 def test_a_tokenizer_for_the_child_has_no_name_that_an_end_could_leave_behind(
