@@ -10,8 +10,7 @@ from engine.errors import RenderError
 from engine.schemas.model import ModelSpec
 from engine.tokens.choosing import choose_reader
 from engine.tokens.families import family_format
-from engine.tokens.jinja_source import JinjaSource
-from engine.tokens.jinja_template import JinjaTemplate
+from engine.tokens.jinja_template import JinjaSource, JinjaTemplate
 from engine.tokens.patches import patched, template_hash
 from engine.tokens.plain_tokenizer import read_plain
 from engine.tokens.template import ChatTemplate

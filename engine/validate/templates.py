@@ -115,7 +115,7 @@ def _answer(request: bytes, doing: Callable[[str], None]) -> bytes:
 
 
 def _render(source: str, variables: Mapping[str, Any], messages: Sequence[View]) -> str | None:
-    from engine.tokens.jinja_source import JinjaSource
+    from engine.tokens.jinja_template import JinjaSource
 
     try:
         return JinjaSource(source, variables).text(messages, None)
@@ -124,7 +124,7 @@ def _render(source: str, variables: Mapping[str, Any], messages: Sequence[View])
 
 
 def _shown(source: str, variables: Mapping[str, Any]) -> Shown:
-    from engine.tokens.jinja_source import JinjaSource
+    from engine.tokens.jinja_template import JinjaSource
     from engine.tokens.template import abilities_of, hidden_roles, rewritten_part
 
     try:

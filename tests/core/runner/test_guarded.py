@@ -30,7 +30,7 @@ from engine.tokens.bridge import bridge as bridging
 from engine.tokens.bridge import guard
 from engine.tokens.bridge.check import BridgeVerdict
 from engine.tokens.bridge.keys import TemplateKeys
-from engine.tokens.jinja_source import JinjaSource
+from engine.tokens.jinja_template import JinjaSource
 
 PROMPT = "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 

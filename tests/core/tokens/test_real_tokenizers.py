@@ -26,8 +26,7 @@ from engine.schemas.model import ModelSpec
 from engine.tokens.bridge.check import check_bridge
 from engine.tokens.bridge.kinds import ASSISTANT, CALLS, REASONS, SYSTEM, TOOL, USER
 from engine.tokens.conversation import Conversation
-from engine.tokens.jinja_source import JinjaSource
-from engine.tokens.jinja_template import JinjaTemplate
+from engine.tokens.jinja_template import JinjaSource, JinjaTemplate
 from engine.tokens.loading import load_format
 from engine.tokens.template import ChatTemplate
 from engine.tokens.tokenizer import FastTokenizer

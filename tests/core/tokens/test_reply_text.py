@@ -20,7 +20,7 @@ from engine.errors import RenderError
 from engine.tokens.bridge.check import ReplyFrame, check_bridge, make_reply_text
 from engine.tokens.bridge.kinds import ASSISTANT, BLANK, CALLS, REASONS, TOOL, USER, View
 from engine.tokens.bridge.wrapper import parts_of, shape_of
-from engine.tokens.jinja_source import JinjaSource
+from engine.tokens.jinja_template import JinjaSource
 from engine.tokens.template import ChatTemplate
 
 Load = Callable[[str], ChatTemplate]
