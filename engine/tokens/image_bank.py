@@ -170,7 +170,8 @@ class ImageBank:
                 picture, prepared = self._processing.look(digest, self.source(digest).data)
                 self.looked += 1
                 if prepared is not None:
-                    self._keep(digest, prepared)
+                    with self._lock:
+                        self._prepared.put(digest, prepared, prepared.nbytes)
                     self.processed += 1
                 self._pictures[digest] = picture
         return picture
@@ -196,7 +197,8 @@ class ImageBank:
                 prepared = self._prepared.get(digest)
             if prepared is None:
                 prepared = self._make(digest)
-                self._keep(digest, prepared)
+                with self._lock:
+                    self._prepared.put(digest, prepared, prepared.nbytes)
         return prepared
 
     def _make(self, digest: str) -> PreparedImage:
@@ -210,10 +212,6 @@ class ImageBank:
             self._seconds += time.perf_counter() - began
         self.processed += 1
         return prepared
-
-    def _keep(self, digest: str, prepared: PreparedImage) -> None:
-        with self._lock:
-            self._prepared.put(digest, prepared, prepared.nbytes)
 
     @contextmanager
     def _own(self, digest: str) -> Iterator[None]:

@@ -186,9 +186,6 @@ class ReplyParser:
         return reasoning.strip("\n"), body.lstrip("\n"), not closing
 
 
-Attempts = Sequence[ToolCall | MalformedCall]
-
-
 def call_tokens(
     template: ChatTemplate, ids: IntVector, before: IntVector, tools: Sequence[View], call: int
 ) -> tuple[int, int] | None:
@@ -208,7 +205,7 @@ def call_tokens(
         RenderError: the parser of replies failed.
     """
 
-    def attempts(tokens: int) -> Attempts:
+    def attempts(tokens: int) -> list[ToolCall | MalformedCall]:
         return template.replies.parse(ids[:tokens], before=before, turn=0, tools=tools).attempts
 
     all_attempts = attempts(len(ids))
@@ -216,7 +213,7 @@ def call_tokens(
         return None
 
     def read(tokens: int) -> bool:
-        return list(attempts(tokens)[: call + 1]) == list(all_attempts[: call + 1])
+        return attempts(tokens)[: call + 1] == all_attempts[: call + 1]
 
     def opened(tokens: int) -> bool:
         return len(attempts(tokens)) > call

@@ -322,7 +322,13 @@ class FamilyReader:
         foreign = bool(len(ids)) and int(ids[-1]) in self._foreign
         if foreign:
             ids = ids[:-1]
-        read = self._read(ids, before.tolist(), tools)
+        prompt = before.tolist()
+        read: Any = self._qwen.read(ids, prompt) if self._qwen is not None else None
+        if read is None:
+            try:
+                read = self._library.parse_response(ids.tolist(), tools=list(tools) or None, prompt_ids=prompt)
+            except Exception as error:
+                raise RenderError(f"the renderer {self.name!r} cannot read a reply: {error}") from error
         attempts = [_attempt(call, f"{prefix}_{index}", tools) for index, call in enumerate(read.tool_calls)]
         reasoning = read.reasoning_content
         if type(read) is QwenReply and read.sampled is not None and not foreign and (reasons or reasoning is None):
@@ -377,16 +383,6 @@ class FamilyReader:
         if spans:
             written = before if parse.reasoning is None else (head + section).lstrip("\n")
             parse.after = written + self._decode(said[spans[0][0] :])
-
-    def _read(self, ids: IntVector, before: list[int], tools: Sequence[View]) -> QwenReply | Any:
-        """A reply as the library parses it."""
-        reply = self._qwen.read(ids, before) if self._qwen is not None else None
-        if reply is not None:
-            return reply
-        try:
-            return self._library.parse_response(ids.tolist(), tools=list(tools) or None, prompt_ids=before)
-        except Exception as error:
-            raise RenderError(f"the renderer {self.name!r} cannot read a reply: {error}") from error
 
 
 def _bare(text: str) -> str:

@@ -160,20 +160,19 @@ def parse_calls(form: ToolCallFormat, text: str, tools: Sequence[dict[str, Any]]
         raise RenderError(f"{name} raised {words_of(error)}") from error
     if not isinstance(parsed, ParsedCalls) or not isinstance(parsed.content, str):
         raise RenderError(f"{name} returned {type(parsed).__name__}, not ParsedCalls(content, attempts)")
+    attempts: list[ToolCall | MalformedCall] = []
     for attempt in parsed.attempts:
-        if not isinstance(attempt, ToolCall | MalformedCall):
+        if isinstance(attempt, MalformedCall):
+            attempts.append(attempt)
+        elif not isinstance(attempt, ToolCall):
             kind = type(attempt).__name__
             raise RenderError(f"{name} returned {kind} among its attempts, not ToolCall or MalformedCall")
-    return replace(parsed, attempts=[_storable(attempt, text) for attempt in parsed.attempts])
-
-
-def _storable(attempt: ToolCall | MalformedCall, text: str) -> ToolCall | MalformedCall:
-    """A call as it is where it can be stored, else as malformed."""
-    if isinstance(attempt, MalformedCall):
-        return attempt
-    if not isinstance(attempt.name, str) or not isinstance(attempt.arguments, dict):
-        return MalformedCall(raw=text, problem="It has no name, or its arguments are not an object.")
-    return storable_call(str(attempt.id), attempt.name, attempt.arguments, text)
+        elif not isinstance(attempt.name, str) or not isinstance(attempt.arguments, dict):
+            problem = "It has no name, or its arguments are not an object."
+            attempts.append(MalformedCall(raw=text, problem=problem))
+        else:
+            attempts.append(storable_call(str(attempt.id), attempt.name, attempt.arguments, text))
+    return replace(parsed, attempts=attempts)
 
 
 def unclosed(opening: str, closing: str) -> str:

@@ -103,7 +103,10 @@ class BranchGuard:
             branches: The spans and the ids of each branch, as they are stored.
         """
         job = _Job(self._told, conversation, trajectory, branches)
-        _asking().put(job)
+        global _current
+        if _current is None or _current.process != os.getpid():  # after a fork, another one
+            _current = _Asking()
+        _current.put(job)
         return await asyncio.wrap_future(job.answer)
 
     @cached_property
@@ -248,14 +251,7 @@ class _Asking:
 
 
 _current: _Asking | None = None
-
-
-def _asking() -> _Asking:
-    """The thread of this process; another one after a fork."""
-    global _current
-    if _current is None or _current.process != os.getpid():
-        _current = _Asking()
-    return _current
+"""The thread of this process."""
 
 
 def _saved(backend: Any) -> str:
