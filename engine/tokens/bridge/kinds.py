@@ -124,12 +124,8 @@ def _texts_of_calls(view: View) -> list[str]:
     return [view.get("name", ""), *(str(call[key]) for call in calls for key in ("name", "arguments"))]
 
 
-def is_odd(kind: int) -> bool:
-    """Whether kinds do not tell what the template does with such a message: its conversation is rendered whole."""
-    return kind >= LOOKED or (ASSISTANT <= kind < WRAPPED and (kind - ASSISTANT) % CALLS == ODD)
-
-
-ODD_KINDS = frozenset(filter(is_odd, range(_KINDS)))
+ODD_KINDS = frozenset((*range(ASSISTANT + ODD, WRAPPED, CALLS), *range(LOOKED, _KINDS)))
+"""Kinds that do not tell what the template does with such a message: its conversation is rendered whole."""
 
 
 def _is_marked(text: str) -> bool:
@@ -171,7 +167,7 @@ class MessageKinds(msgspec.Struct, frozen=True):
             self.pairs | pair,
             0 if kind == USER else self.since | pair,
             0 if kind in _USERS else self.since_any | pair,
-            self.odd or (kind >= ASSISTANT and is_odd(kind)),
+            self.odd or (kind >= ASSISTANT and kind in ODD_KINDS),
         )
 
     def signature(self, new: bytes) -> tuple[bytes, bool, int, int, int, bytes, bytes]:
