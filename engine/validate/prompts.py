@@ -97,8 +97,9 @@ def prompt_field(ctx: CheckContext) -> Iterator[Finding]:
             elif path[1] == "malformed" or declared is not None:
                 known = RECOVER_FIELDS if path[1] == "malformed" else (declared or {}).get(str(path[1]), ())
                 if name not in known:
-                    fix = nearest(name, [*known, "task.<field>"])
-                    yield Finding(f"there is no field `{name}` here", path, fix, offset=offset)
+                    yield Finding(
+                        f"there is no field `{name}` here", path, nearest(name, [*known, "task.<field>"]), offset=offset
+                    )
 
 
 def _recover(ctx: CheckContext) -> list[tuple[str, Words]]:

@@ -24,8 +24,11 @@ def adapter_target(ctx: CheckContext) -> Iterator[Finding]:
         return
     mode = str(ctx.spec.environment_isolation.mode)
     if environment.isolation is None and (why := plugin.missing("isolation_modes", mode)) is not None:
-        message = f"the adapter `{facts.name}` runs with `isolation: {mode}`: {why}"
-        yield Finding(message, ("environment", "adapter"), "or write `isolation: thread` in `environment`")
+        yield Finding(
+            f"the adapter `{facts.name}` runs with `isolation: {mode}`: {why}",
+            ("environment", "adapter"),
+            "or write `isolation: thread` in `environment`",
+        )
     if facts.names == "name":
         return
     path = ("environment", "use")
@@ -60,5 +63,8 @@ def adapter_package(ctx: CheckContext) -> Iterator[Finding]:
     for path, facts in adapters:
         for package in facts.packages if facts is not None else ():
             if find_spec(package) is None and facts is not None:
-                message = f"`{package}` is not installed, and a run needs it for the adapter `{facts.name}`"
-                yield Finding(message, path, facts.install)
+                yield Finding(
+                    f"`{package}` is not installed, and a run needs it for the adapter `{facts.name}`",
+                    path,
+                    facts.install,
+                )

@@ -66,5 +66,8 @@ def allow(ctx: CheckContext) -> Iterator[Finding]:
         elif name in _CHANGED and backend.unsupported(SamplingParams(**{name: _CHANGED[name]})):
             yield Finding(f"the `{backend.kind_name()}` backend does not have `{name}`", path, "remove it")
         elif trained and name not in ("max_tokens", "stop"):
-            message = f"requests may set `{name}`, but the trainer computes log-probs with the spec's `sampling`"
-            yield Finding(message, path, "remove it; the request then has no effect on sampling")
+            yield Finding(
+                f"requests may set `{name}`, but the trainer computes log-probs with the spec's `sampling`",
+                path,
+                "remove it; the request then has no effect on sampling",
+            )

@@ -94,13 +94,21 @@ def _not_sampled(row: ExaminedRow, sampled: SamplerRecord) -> Iterator[RowFindin
         ids = tuple(row.response[start:end].tolist())
         length = 0 if ids in sampled.replies else sampled.longest_at(ids)
         if length and ids[length - 1] not in stops and ids[length] not in stops:
-            message = f"trained after a reply, and not in the sampler's record: {row.quoted(start + length, end)}"
-            yield row.finding("observation_trained", "error", message, start + length)
+            yield row.finding(
+                "observation_trained",
+                "error",
+                f"trained after a reply, and not in the sampler's record: {row.quoted(start + length, end)}",
+                start + length,
+            )
     for reply in row.replies:
         texts = {row.text(reply.start, reply.end), row.text(reply.start, reply.end - reply.stopped)}
         if not (sampled.has(reply.ids) or sampled.longest_at(reply.ids) or not texts.isdisjoint(sampled.by_text)):
-            message = f"trained, and not in the sampler's record: {row.quoted(reply.start, reply.end)}"
-            yield row.finding("observation_trained", "warning", message, reply.start)
+            yield row.finding(
+                "observation_trained",
+                "warning",
+                f"trained, and not in the sampler's record: {row.quoted(reply.start, reply.end)}",
+                reply.start,
+            )
 
 
 def closing_trained(rows: Sequence[ExaminedRow], known: Evidence) -> Iterator[RowFinding]:
@@ -108,8 +116,12 @@ def closing_trained(rows: Sequence[ExaminedRow], known: Evidence) -> Iterator[Ro
     for row in rows:
         for reply, beyond, _ in _after_stops(row):
             if reply.end < beyond:
-                message = f"the template's text after a reply is trained: {row.quoted(reply.end, beyond)}"
-                yield row.finding("closing_trained", "error", message, reply.end)
+                yield row.finding(
+                    "closing_trained",
+                    "error",
+                    f"the template's text after a reply is trained: {row.quoted(reply.end, beyond)}",
+                    reply.end,
+                )
         for reply in row.replies if known.sampled is not None else ():
             assert known.sampled is not None
             recorded = known.sampled.replies
@@ -124,11 +136,13 @@ def closing_trained(rows: Sequence[ExaminedRow], known: Evidence) -> Iterator[Ro
         if known.sampled is None and row.foreign.finish == "length" and row.replies:
             last = row.replies[-1]
             if last.stopped and last.end == len(row.response):
-                message = (
+                yield row.finding(
+                    "closing_trained",
+                    "error",
                     "the row says that its last reply was cut at the length limit, and its last trained token is a "
-                    "stop token, which was then added"
+                    "stop token, which was then added",
+                    last.end - 1,
                 )
-                yield row.finding("closing_trained", "error", message, last.end - 1)
 
 
 def _after_stops(row: ExaminedRow) -> Iterator[tuple[ForeignReply, int, int]]:
@@ -199,8 +213,12 @@ def prompt_not_template(rows: Sequence[ExaminedRow], known: Evidence) -> Iterato
                     yield row.finding("prompt_not_template", severity, message, reply.end + at)
                     break
         except (EngineError, ValueError) as error:  # a row can hold what no conversation can
-            message = f"the chat template refuses this conversation: {error}"
-            yield row.finding("prompt_not_template", "warning", message, row.replies[0].end)
+            yield row.finding(
+                "prompt_not_template",
+                "warning",
+                f"the chat template refuses this conversation: {error}",
+                row.replies[0].end,
+            )
 
 
 def _prompt_difference(row: ExaminedRow) -> tuple[int | None, str]:
@@ -272,11 +290,15 @@ def reward_unseen(rows: Sequence[ExaminedRow], known: Evidence) -> Iterator[RowF
             yield row.finding("reward_unseen", "error", f"the reward is {foreign.reward}")
             continue
         if foreign.has_ids and foreign.reward and not row.runs:
-            message = f"the reward {foreign.reward:g} belongs to a row without a trained token"
-            yield row.finding("reward_unseen", "error", message)
+            yield row.finding(
+                "reward_unseen", "error", f"the reward {foreign.reward:g} belongs to a row without a trained token"
+            )
         elif foreign.excluded and foreign.reward:
-            message = f"the row has the reward {foreign.reward:g} and is marked to be left out of the loss"
-            yield row.finding("reward_unseen", "warning", message)
+            yield row.finding(
+                "reward_unseen",
+                "warning",
+                f"the row has the reward {foreign.reward:g} and is marked to be left out of the loss",
+            )
         elif foreign.token_rewards is not None:
             places = np.flatnonzero((foreign.token_rewards != 0) & (foreign.mask == 0))
             if len(places):
@@ -311,16 +333,22 @@ def mixed_group(rows: Sequence[ExaminedRow], known: Evidence) -> Iterator[RowFin
             if _prompt_key(row) != _prompt_key(first):
                 prompts = [one.foreign.prompt_ids for one in (row, first) if one.foreign.prompt_ids is not None]
                 at = first_difference(*prompts) if len(prompts) == 2 else None
-                message = f"group {name} begins with another prompt in {first.foreign.place}"
-                yield row.finding("mixed_group", "error", message, at, response=False)
+                yield row.finding(
+                    "mixed_group",
+                    "error",
+                    f"group {name} begins with another prompt in {first.foreign.place}",
+                    at,
+                    response=False,
+                )
                 continue
             label, expected = row.foreign.label, first.foreign.label
             if label is not None and expected is not None and str(label) != str(expected):
-                message = (
+                yield row.finding(
+                    "mixed_group",
+                    "error",
                     f"group {name} has the answer {expected!r} in {first.foreign.place} and {label!r} here, with the "
-                    "same prompt"
+                    "same prompt",
                 )
-                yield row.finding("mixed_group", "error", message)
 
 
 def _prompt_key(row: ExaminedRow) -> bytes | str | None:
@@ -339,13 +367,17 @@ def no_versions(rows: Sequence[ExaminedRow], known: Evidence) -> Iterator[RowFin
     for row in rows:
         versions = sorted(set(row.foreign.row_versions))
         if row.foreign.versions is None and len(versions) > 1:
-            message = f"tokens of the versions {versions[0]} to {versions[-1]} are in one row, and no token says which"
-            yield row.finding("no_versions", "warning", message)
+            yield row.finding(
+                "no_versions",
+                "warning",
+                f"tokens of the versions {versions[0]} to {versions[-1]} are in one row, and no token says which",
+            )
         elif row.foreign.versions is not None:
             places = np.flatnonzero((row.foreign.versions < 0) & (row.foreign.mask != 0))
             if len(places):
-                message = f"{len(places)} trained tokens have no weight version"
-                yield row.finding("no_versions", "warning", message, int(places[0]))
+                yield row.finding(
+                    "no_versions", "warning", f"{len(places)} trained tokens have no weight version", int(places[0])
+                )
 
 
 Need = Literal["ids", "no images", "reward", "group"]

@@ -24,26 +24,39 @@ def no_effect(ctx: CheckContext) -> Iterator[Finding]:
     overflows = spec.limits.value_of("on_overflow") == "condense"
     written = CondenseSpec.section_of(spec)
     if written is not None and not _states_of(ctx, "condense"):
-        fix = "write `limits: {on_overflow: condense}`, or a state with `action: condense`"
-        yield Finding("`condense` has no effect: no state condenses", ("condense",), fix, key=True)
+        yield Finding(
+            "`condense` has no effect: no state condenses",
+            ("condense",),
+            "write `limits: {on_overflow: condense}`, or a state with `action: condense`",
+            key=True,
+        )
         return
     keep = written.keep if written is not None else None
     if keep is not None:
         yield from _no_effect_on_images(ctx, keep)
     bound = context_bound(ctx)
     if overflows and bound.most is None and keep is None:
-        message = f"`on_overflow: condense` has no effect that is known here: {bound.by}"
-        yield Finding(message, ("limits", "on_overflow"), "set `limits.episode_tokens`")
+        yield Finding(
+            f"`on_overflow: condense` has no effect that is known here: {bound.by}",
+            ("limits", "on_overflow"),
+            "set `limits.episode_tokens`",
+        )
     condense = written or CondenseSpec()
     if bound.most is None:
         return
     for key, value in (("target_tokens", condense.target_tokens), ("reserve_tokens", condense.reserve_tokens)):
         if value is not None and value >= bound.most:
-            message = f"`{key}: {value}` is not below the limit on the prompt: {bound.by} is {bound.most:.0f}"
-            yield Finding(message, ("condense", key), "set it below that")
+            yield Finding(
+                f"`{key}: {value}` is not below the limit on the prompt: {bound.by} is {bound.most:.0f}",
+                ("condense", key),
+                "set it below that",
+            )
     if condense.reserve_tokens is not None and not overflows and not _handles_overflow(ctx):
-        message = "`reserve_tokens` has no effect: no state handles the event `overflow`"
-        yield Finding(message, ("condense", "reserve_tokens"), "write `limits: {on_overflow: condense}`, or remove it")
+        yield Finding(
+            "`reserve_tokens` has no effect: no state handles the event `overflow`",
+            ("condense", "reserve_tokens"),
+            "write `limits: {on_overflow: condense}`, or remove it",
+        )
 
 
 def _no_effect_on_images(ctx: CheckContext, keep: WindowSpec) -> Iterator[Finding]:
@@ -63,8 +76,12 @@ def _no_effect_on_images(ctx: CheckContext, keep: WindowSpec) -> Iterator[Findin
             yield Finding(f"`{key[-1]}` has no effect {why}", key, "remove it", key=True)
     for name, most in (("limits.images", spec.limits.images), ("model.max_images", spec.model.max_images)):
         if most is not None and most < (shown := keep.newest + keep.further - 1):
-            message = f"the window shows {shown} images before it slides, and `{name}` is {most}"
-            yield Finding(message, path, "raise that, or use a smaller `step`", key=True)
+            yield Finding(
+                f"the window shows {shown} images before it slides, and `{name}` is {most}",
+                path,
+                "raise that, or use a smaller `step`",
+                key=True,
+            )
 
 
 @rule("condense.window", "warning", "the limit on condensations ends an episode before its turns do")
@@ -76,12 +93,13 @@ def window(ctx: CheckContext) -> Iterator[Finding]:
         return
     needed = (int(turns) - (not condense.opening) - keep.newest) // keep.further
     if needed > most and _handles_overflow(ctx):
-        message = (
+        yield Finding(
             f"with an image in each of {turns:.0f} turns the window slides {needed} times, `limits.condensations` is "
-            f"{most}"
+            f"{most}",
+            ("condense", "keep"),
+            f"set `limits.condensations: {needed}`, or a larger `step`",
+            key=True,
         )
-        fix = f"set `limits.condensations: {needed}`, or a larger `step`"
-        yield Finding(message, ("condense", "keep"), fix, key=True)
 
 
 def _handles_overflow(ctx: CheckContext) -> bool:
@@ -95,18 +113,23 @@ def action(ctx: CheckContext) -> Iterator[Finding]:
     by_policy = isinstance(condense.condenser, PolicySummarySpec)
     asking = _states_of(ctx, "ask_summary")
     if asking and not by_policy:
-        message = "`ask_summary` asks the policy for a summary, and `condense.condenser` is not `policy`"
-        fix = "write `condense: {chunks: history, condenser: policy}`, or remove the state"
-        yield Finding(message, (*ctx.state_path(asking[0]), "action"), fix)
-    if by_policy and not asking and (states := _states_of(ctx, "condense")):
-        message = (
-            "`condenser: policy` puts the newest reply in the place of the history, and no state asks for a summary"
+        yield Finding(
+            "`ask_summary` asks the policy for a summary, and `condense.condenser` is not `policy`",
+            (*ctx.state_path(asking[0]), "action"),
+            "write `condense: {chunks: history, condenser: policy}`, or remove the state",
         )
-        fix = "add a state with `action: ask_summary` and one that generates before it"
-        yield Finding(message, (*ctx.state_path(states[0]), "action"), fix)
+    if by_policy and not asking and (states := _states_of(ctx, "condense")):
+        yield Finding(
+            "`condenser: policy` puts the newest reply in the place of the history, and no state asks for a summary",
+            (*ctx.state_path(states[0]), "action"),
+            "add a state with `action: ask_summary` and one that generates before it",
+        )
     if condense.expand and not _states_of(ctx, "call_tools"):
-        message = "the model gets the tool `expand`, and no state calls tools"
-        yield Finding(message, ("condense", "expand"), "add a state with `action: call_tools`, or remove `expand`")
+        yield Finding(
+            "the model gets the tool `expand`, and no state calls tools",
+            ("condense", "expand"),
+            "add a state with `action: call_tools`, or remove `expand`",
+        )
 
 
 @rule("condense.no-package", "info", "a package that condensing needs is not installed")
@@ -120,5 +143,8 @@ def package(ctx: CheckContext) -> Iterator[Finding]:
         needed += [("condenser", "yake"), ("condenser", "budoux")]
     for key, name in needed:
         if find_spec(name) is None:
-            message = f"`{name}` is not installed, and a run needs it"
-            yield Finding(message, ("condense", key), "pip install 'episode-engine[condense]'")
+            yield Finding(
+                f"`{name}` is not installed, and a run needs it",
+                ("condense", key),
+                "pip install 'episode-engine[condense]'",
+            )

@@ -18,16 +18,19 @@ def critic(ctx: CheckContext) -> Iterator[Finding]:
     if train is None or not train.samples_episodes:
         return
     if credit.needs_values and train.critic is None:
-        message = f"`{credit.method}` needs a critic's values, and `train.critic` is not set"
-        fix = (
+        yield Finding(
+            f"`{credit.method}` needs a critic's values, and `train.critic` is not set",
+            ("rewards", "credit", "method"),
             "add `train.critic: {kind: probe}`, or use a method that compares episodes: `turn_return`, `gigpo`, "
-            "`mt_grpo`"
+            "`mt_grpo`",
         )
-        yield Finding(message, ("rewards", "credit", "method"), fix)
     if train.critic is not None and not credit.needs_values:
-        message = f"the credit method `{credit.method}` reads no values, so a critic would be trained for nothing"
-        fix = "remove it, or use `rewards.credit: {method: turn_ppo}`, `bilevel_gae` or `gae`"
-        yield Finding(message, ("train", "critic"), fix, key=True)
+        yield Finding(
+            f"the credit method `{credit.method}` reads no values, so a critic would be trained for nothing",
+            ("train", "critic"),
+            "remove it, or use `rewards.credit: {method: turn_ppo}`, `bilevel_gae` or `gae`",
+            key=True,
+        )
 
 
 @rule("train.critic-option", "warning", "an option of a training with a critic has no effect")
@@ -39,10 +42,11 @@ def critic_option(ctx: CheckContext) -> Iterator[Finding]:
     path: DataPath = ("train", "critic")
     passes = train.critic.update_epochs or train.update_epochs
     if ctx.written(*path, "clip") and train.critic.clip is not None and passes * train.minibatches == 1:
-        message = (
-            "`clip` bounds how far values move over the updates of a batch, and the critic has one update per batch"
+        yield Finding(
+            "`clip` bounds how far values move over the updates of a batch, and the critic has one update per batch",
+            (*path, "clip"),
+            "set `train.critic.update_epochs` or `train.minibatches`, or remove it",
         )
-        yield Finding(message, (*path, "clip"), "set `train.critic.update_epochs` or `train.minibatches`, or remove it")
     if train.epochs is None and ctx.written(*path, "warmup_steps") and train.critic.warmup_steps >= train.steps:
         message = (
             f"the critic alone is trained for {train.critic.warmup_steps} steps, and there are {train.steps}: the "
@@ -53,11 +57,21 @@ def critic_option(ctx: CheckContext) -> Iterator[Finding]:
         never = {limit.name for limit in LIMITS if not limit.may_stop(ctx.spec)}
         for index, name in enumerate(train.critic.bootstrap):
             if name in never:
-                message = f"the limit `{name}` is not set, so it ends no episode"
-                yield Finding(message, (*path, "bootstrap", index), "remove it, or set the limit")
+                yield Finding(
+                    f"the limit `{name}` is not set, so it ends no episode",
+                    (*path, "bootstrap", index),
+                    "remove it, or set the limit",
+                )
     if ctx.written("train", "dynamic_sampling") and train.dynamic_sampling:
-        message = "with a critic no group is dropped, because advantages are known only when the batch is trained on"
-        yield Finding(message, ("train", "dynamic_sampling"), "remove it")
+        yield Finding(
+            "with a critic no group is dropped, because advantages are known only when the batch is trained on",
+            ("train", "dynamic_sampling"),
+            "remove it",
+        )
     if isinstance(train.critic, NetworkCritic) and ctx.written(*path, "revision") and train.critic.path is None:
-        message = "`path` is not set, so the critic begins as the policy's model, and `revision` has no effect"
-        yield Finding(message, (*path, "revision"), "set `path`, or remove it", key=True)
+        yield Finding(
+            "`path` is not set, so the critic begins as the policy's model, and `revision` has no effect",
+            (*path, "revision"),
+            "set `path`, or remove it",
+            key=True,
+        )

@@ -17,8 +17,12 @@ def difficulty_no_effect(ctx: CheckContext) -> Iterator[Finding]:
     section = None if train is None else DifficultySpec.section_of(train)
     if train is None or section is None or (why := _why(ctx, section)) is None:
         return
-    message = f"`train.difficulty` has no effect: {why}"
-    yield Finding(message, ("train", "difficulty"), "remove it, or change what the message names", key=True)
+    yield Finding(
+        f"`train.difficulty` has no effect: {why}",
+        ("train", "difficulty"),
+        "remove it, or change what the message names",
+        key=True,
+    )
 
 
 def _why(ctx: CheckContext, section: DifficultySpec) -> str | None:

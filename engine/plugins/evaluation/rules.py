@@ -129,12 +129,17 @@ def metric(ctx: CheckContext) -> Iterator[Finding]:
     most = ctx.spec.limits.assistant_turns
     samples = section.by_name()[section.best or next(iter(section.sets), "")].samples
     if kind == "pass" and number not in map(str, powers(samples)):
-        message = f"`{name}` is not measured with {samples} episodes of each task"
-        fix = f"set `train.eval.samples`, or use one of {', '.join(f'pass@{k}' for k in powers(samples))}"
-        yield Finding(message, where, fix)
+        yield Finding(
+            f"`{name}` is not measured with {samples} episodes of each task",
+            where,
+            f"set `train.eval.samples`, or use one of {', '.join(f'pass@{k}' for k in powers(samples))}",
+        )
     elif kind == "success" and number and most is not None and int(number[5:][:9]) >= most:
-        message = f"turns are counted from 0, and `limits.assistant_turns` is {most}: `{name}` is never measured"
-        yield Finding(message, where, f"use `success@turn:{most - 1}` or `success`")
+        yield Finding(
+            f"turns are counted from 0, and `limits.assistant_turns` is {most}: `{name}` is never measured",
+            where,
+            f"use `success@turn:{most - 1}` or `success`",
+        )
 
 
 @rule("train.eval-no-effect", "warning", "a key of `train.eval` that each of its sets replaces")

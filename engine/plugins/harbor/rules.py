@@ -24,22 +24,29 @@ def harbor_environment(ctx: CheckContext) -> Iterator[Finding]:
     ours = environment is not None and environment.adapter == "harbor"
     for path, source in sources:
         if not ours or environment is None:
-            fix = "add `environment: {adapter: harbor, use: shell}`, or `use: program` for an agent program"
-            yield Finding("nothing runs the tests of these task folders", (*path, "source"), fix)
+            yield Finding(
+                "nothing runs the tests of these task folders",
+                (*path, "source"),
+                "add `environment: {adapter: harbor, use: shell}`, or `use: program` for an agent program",
+            )
             continue
         try:
             longest = max((float(row.fields["verifier_seconds"]) for row in source.first_rows()), default=0.0)
         except SpecError:
             continue  # `tasks.unreadable` reports it
         if longest >= environment.timeout:
-            message = (
-                f"the tests of a task may take {longest:g} s, and `environment.timeout` is {environment.timeout:g} s"
+            yield Finding(
+                f"the tests of a task may take {longest:g} s, and `environment.timeout` is {environment.timeout:g} s",
+                ("environment", "timeout"),
+                f"write `timeout: {longest + 60:g}s`",
             )
-            yield Finding(message, ("environment", "timeout"), f"write `timeout: {longest + 60:g}s`")
     if ours and environment is not None:
         if not sources:
-            fix = "write `tasks: {source: harbor, path: FOLDER}`"
-            yield Finding("the adapter `harbor` runs only tasks of `source: harbor`", ("environment", "adapter"), fix)
+            yield Finding(
+                "the adapter `harbor` runs only tasks of `source: harbor`",
+                ("environment", "adapter"),
+                "write `tasks: {source: harbor, path: FOLDER}`",
+            )
         if environment.use not in ("shell", "program"):
             yield Finding(f"`{environment.use}` is neither `shell` nor `program`", ("environment", "use"))
         elif (environment.use == "program") != owns_conversation(ctx.machine):

@@ -39,8 +39,12 @@ def no_effect(ctx: CheckContext) -> Iterator[Finding]:
             continue
         at = (*path, "isolation")
         if not runs:
-            message = "a model plays this part, so it has no code that could run in its own process"
-            yield Finding(message, at, "remove `isolation`, or give the part `use`", key=True)
+            yield Finding(
+                "a model plays this part, so it has no code that could run in its own process",
+                at,
+                "remove `isolation`, or give the part `use`",
+                key=True,
+            )
         elif isolation.limits and spec.isolation_of(isolation, _default(ctx, path)).mode == "thread":
             yield Finding(
                 f"{_names(isolation)} cannot limit code that runs in the engine's process", at, _PROCESS, key=True
@@ -49,8 +53,12 @@ def no_effect(ctx: CheckContext) -> Iterator[Finding]:
     if of_spec is None:
         return
     if not any(runs for _, _, runs in parts) and not ctx.own_actions:
-        message = "the spec has no environment, tool, user, scorer or action of its own that could be isolated"
-        yield Finding(message, ("isolation",), "remove `isolation`", key=True)
+        yield Finding(
+            "the spec has no environment, tool, user, scorer or action of its own that could be isolated",
+            ("isolation",),
+            "remove `isolation`",
+            key=True,
+        )
     elif of_spec.mode is None and of_spec.limits:
         inherited = any(
             runs and spec.isolation_of(isolation, _default(ctx, path)).mode != "thread"

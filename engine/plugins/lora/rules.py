@@ -15,5 +15,8 @@ def no_package(ctx: CheckContext) -> Iterator[Finding]:
     """`peft` for `train.lora`."""
     train = ctx.spec.train
     if train is not None and LoraSpec.section_of(train) is not None and find_spec("peft") is None:
-        message = "`peft` is not installed, and `engine train` needs it for this"
-        yield Finding(message, ("train", "lora"), "pip install 'episode-engine[train]'")
+        yield Finding(
+            "`peft` is not installed, and `engine train` needs it for this",
+            ("train", "lora"),
+            "pip install 'episode-engine[train]'",
+        )

@@ -31,8 +31,11 @@ def notify_no_effect(ctx: CheckContext) -> Iterator[Finding]:
     for number, kind in enumerate(notify.on if notify.has_channel else ()):
         never = _never_sent(ctx, kind)
         if never is not None and ctx.written("notify", "on"):
-            message = f"`notify.on` contains `{kind}`, which has no effect: {never}"
-            yield Finding(message, ("notify", "on", number), "remove it, or change what the message names")
+            yield Finding(
+                f"`notify.on` contains `{kind}`, which has no effect: {never}",
+                ("notify", "on", number),
+                "remove it, or change what the message names",
+            )
 
 
 def _never_sent(ctx: CheckContext, kind: str) -> str | None:
@@ -53,5 +56,9 @@ def _never_sent(ctx: CheckContext, kind: str) -> str | None:
 def notify_no_package(ctx: CheckContext) -> Iterator[Finding]:
     """apprise, for `notify.services_env`."""
     if NotifySpec.or_default(ctx.spec).services_env and find_spec("apprise") is None:
-        message = "`apprise` is not installed, and `notify.services_env` needs it"
-        yield Finding(message, ("notify", "services_env"), "pip install 'episode-engine[notify]'", key=True)
+        yield Finding(
+            "`apprise` is not installed, and `notify.services_env` needs it",
+            ("notify", "services_env"),
+            "pip install 'episode-engine[notify]'",
+            key=True,
+        )

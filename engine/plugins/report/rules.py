@@ -55,5 +55,8 @@ def report_no_package(ctx: CheckContext) -> Iterator[Finding]:
     """The packages of `train.report_to`."""
     for index, name in enumerate(_report(ctx).report_to):
         if name in _OWN and not _installed(name):
-            message = f"`{name}` is not installed, and `engine train` needs it for this"
-            yield Finding(message, ("train", "report_to", index), f"pip install 'episode-engine[{name}]'")
+            yield Finding(
+                f"`{name}` is not installed, and `engine train` needs it for this",
+                ("train", "report_to", index),
+                f"pip install 'episode-engine[{name}]'",
+            )

@@ -31,5 +31,9 @@ def keep_no_effect(ctx: CheckContext) -> Iterator[Finding]:
         path = ("rollout", "keep") if key is None else ("rollout", "keep", key)
         if ctx.written("rollout", "keep"):
             place = path if ctx.written(*path) else ("rollout", "keep")
-            message = f"`{'.'.join(place)}` has no effect: {why}"
-            yield Finding(message, place, "remove it, or change what the message names", key=True)
+            yield Finding(
+                f"`{'.'.join(place)}` has no effect: {why}",
+                place,
+                "remove it, or change what the message names",
+                key=True,
+            )

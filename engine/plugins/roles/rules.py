@@ -30,8 +30,12 @@ def role_field(ctx: CheckContext) -> Iterator[Finding]:
                 if root == "task" and below:
                     yield from no_field(ctx, rows, below, at, offset)
                 elif root != "task" and name not in role.fields:
-                    fix = nearest(name, [*(item for item in role.fields if item != "task"), "task.<field>"])
-                    yield Finding(f"there is no field `{name}` here", at, fix, offset=offset)
+                    yield Finding(
+                        f"there is no field `{name}` here",
+                        at,
+                        nearest(name, [*(item for item in role.fields if item != "task"), "task.<field>"]),
+                        offset=offset,
+                    )
 
 
 @rule("role.no-file", "error", "a file that the model of a user or judge needs does not exist")
@@ -47,8 +51,9 @@ def role_file(ctx: CheckContext) -> Iterator[Finding]:
         for below, name in named:
             full = role_section(ctx.loaded, path).resolve(name, below)
             if not ctx.loaded.access.allows(full):
-                message = f"the file `{short(name)}` is outside the folders that may be read"
-                yield Finding(message, (*path, *below), OUTSIDE_FIX)
+                yield Finding(
+                    f"the file `{short(name)}` is outside the folders that may be read", (*path, *below), OUTSIDE_FIX
+                )
             elif not ctx.loaded.access.is_file(full):
                 yield Finding(f"the file `{name}` does not exist", (*path, *below), f"looked for {full}")
 
@@ -61,9 +66,11 @@ def free_verdict(ctx: CheckContext) -> Iterator[Finding]:
             continue
         for index, mark in enumerate(user.marks):
             if any((event.value or 0.0) > 0.0 for event in mark.rewards) or mark.reward is not None:
-                fix = "have a rule decide (`grader: {use: …}`), or a judge at the end (`rewards.scorer`)"
-                words = "the policy may persuade this model to write the mark that earns the reward"
-                yield Finding(words, (*path, "marks", index), fix)
+                yield Finding(
+                    "the policy may persuade this model to write the mark that earns the reward",
+                    (*path, "marks", index),
+                    "have a rule decide (`grader: {use: …}`), or a judge at the end (`rewards.scorer`)",
+                )
 
 
 @rule("role.user-never-ends", "warning", "a model-played user has no way to end the conversation")
@@ -71,8 +78,12 @@ def never_satisfied(ctx: CheckContext) -> Iterator[Finding]:
     """No mark with `satisfied`, and no grader: every episode continues until a limit."""
     for path, user in ctx.users:
         if user.model_played and user.grader is None and not any(mark.satisfied for mark in user.marks):
-            fix = 'add `marks: [{text: "[DONE]", satisfied: true}]`, and say so in its prompt'
-            yield Finding("this user is never satisfied: only a limit ends its episodes", path, fix, key=True)
+            yield Finding(
+                "this user is never satisfied: only a limit ends its episodes",
+                path,
+                'add `marks: [{text: "[DONE]", satisfied: true}]`, and say so in its prompt',
+                key=True,
+            )
 
 
 @rule("role.frozen", "error", "the weights of a user or judge cannot be frozen during the training")
@@ -97,10 +108,14 @@ def role_policy_weights(ctx: CheckContext) -> Iterator[Finding]:
             continue
         at: DataPath = (*path, "weights")
         if role_weights(ctx.spec, role) == "policy":
-            message = f"the model of `{name}` changes with the policy in every step, and so do its answers and rewards"
-            yield Finding(message, at, "write `weights: frozen`, unless self-play is intended")
-        else:
-            message = (
-                f"`weights: policy` has no effect: the model of `{name}` is another one, or has a backend of its own"
+            yield Finding(
+                f"the model of `{name}` changes with the policy in every step, and so do its answers and rewards",
+                at,
+                "write `weights: frozen`, unless self-play is intended",
             )
-            yield Finding(message, at, "remove it, or remove its `model` and `backend`")
+        else:
+            yield Finding(
+                f"`weights: policy` has no effect: the model of `{name}` is another one, or has a backend of its own",
+                at,
+                "remove it, or remove its `model` and `backend`",
+            )

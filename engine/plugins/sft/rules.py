@@ -54,8 +54,12 @@ def sft_data(ctx: CheckContext) -> Iterator[Finding]:
         if data is None:
             continue
         if data.min_reward is None and ctx.written("train", "data", "reward"):
-            message = "`train.data.reward` has no effect: `train.data.min_reward` is not set, so all episodes are used"
-            yield Finding(message, ("train", "data", "reward"), "remove it, or set `min_reward`", key=True)
+            yield Finding(
+                "`train.data.reward` has no effect: `train.data.min_reward` is not set, so all episodes are used",
+                ("train", "data", "reward"),
+                "remove it, or set `min_reward`",
+                key=True,
+            )
         for number, name in enumerate([data.path] if isinstance(data.path, str) else data.path):
             path: DataPath = ("train", "data", "path", *(() if isinstance(data.path, str) else (number,)))
             file = ctx.loaded.resolve(name, path)
@@ -63,8 +67,10 @@ def sft_data(ctx: CheckContext) -> Iterator[Finding]:
             if access.is_dir(file):
                 continue
             if not access.is_file(file):
-                message = f"there is no file `{name}`"
-                yield Finding(message, path, "write it with `engine export RUN --out FILE`")
+                yield Finding(f"there is no file `{name}`", path, "write it with `engine export RUN --out FILE`")
             elif file.suffix not in SUFFIXES:
-                message = f"`{name}` is not a file of `engine export`: its name ends with neither .jsonl nor .parquet"
-                yield Finding(message, path, "write it with `engine export RUN --format jsonl`")
+                yield Finding(
+                    f"`{name}` is not a file of `engine export`: its name ends with neither .jsonl nor .parquet",
+                    path,
+                    "write it with `engine export RUN --format jsonl`",
+                )

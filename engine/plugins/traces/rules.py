@@ -28,5 +28,9 @@ def traces_no_package(ctx: CheckContext) -> Iterator[Finding]:
     traces = TracesSpec.or_default(ctx.spec)
     if traces.makes_spans and find_spec("opentelemetry") is None:
         key = "otlp" if traces.otlp is not None else "spans"
-        message = "`opentelemetry-sdk` is not installed, and spans need it"
-        yield Finding(message, ("traces", key), "pip install 'episode-engine[otel]'", key=True)
+        yield Finding(
+            "`opentelemetry-sdk` is not installed, and spans need it",
+            ("traces", key),
+            "pip install 'episode-engine[otel]'",
+            key=True,
+        )

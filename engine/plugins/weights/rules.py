@@ -25,18 +25,27 @@ def weight_sync(ctx: CheckContext) -> Iterator[Finding]:
     for train in _train(ctx):
         method, path = train.weight_sync.method, ("train", "weight_sync", "method")
         if method == "adapter" and train.adapter is None:
-            message = "only an adapter would be sent, but all weights are trained"
-            yield Finding(message, path, "add `train.lora: {}`, or use `disk` or `auto`")
+            yield Finding(
+                "only an adapter would be sent, but all weights are trained",
+                path,
+                "add `train.lora: {}`, or use `disk` or `auto`",
+            )
         if method != "collective":
             continue
         if train.adapter is not None:
             yield Finding("all weights would be sent, but only an adapter is trained", path, "use `adapter` or `auto`")
         if getattr(ctx.spec.backend, "router", False):
-            message = "servers behind a router cannot be called to a process group"
-            yield Finding(message, path, "name the servers themselves in `backend.urls`, or use `disk`")
+            yield Finding(
+                "servers behind a router cannot be called to a process group",
+                path,
+                "name the servers themselves in `backend.urls`, or use `disk`",
+            )
         if train.colocate:
-            message = "NCCL refuses a group in which trainer and server have the same GPU (`train.colocate`)"
-            yield Finding(message, path, "use `tensors` or `disk`")
+            yield Finding(
+                "NCCL refuses a group in which trainer and server have the same GPU (`train.colocate`)",
+                path,
+                "use `tensors` or `disk`",
+            )
 
 
 @rule("train.colocate", "error", "trainer and servers cannot use the same GPUs in turn")
@@ -48,8 +57,9 @@ def colocate(ctx: CheckContext) -> Iterator[Finding]:
         backend, path = ctx.spec.backend, ("train", "colocate")
         if not backend.releases_memory:
             kinds = " or ".join(f"`{kind.kind_name()}`" for kind in backend_classes() if kind.releases_memory)
-            message = f"the `{backend.kind}` backend has no servers that release memory"
-            yield Finding(message, path, f"remove it, or use {kinds}")
+            yield Finding(
+                f"the `{backend.kind}` backend has no servers that release memory", path, f"remove it, or use {kinds}"
+            )
         if getattr(backend, "router", False):
             yield Finding(
                 "a router does not pass on that servers release memory",
@@ -57,8 +67,11 @@ def colocate(ctx: CheckContext) -> Iterator[Finding]:
                 "name the servers themselves in `backend.urls`",
             )
         if train.asynchrony.max_staleness:
-            message = "servers sample while an update runs, so they cannot release their memory"
-            yield Finding(message, ("train", "asynchrony", "max_staleness"), "set it to 0, or remove `train.colocate`")
+            yield Finding(
+                "servers sample while an update runs, so they cannot release their memory",
+                ("train", "asynchrony", "max_staleness"),
+                "set it to 0, or remove `train.colocate`",
+            )
         if not train.samples_episodes:
             yield Finding("nothing is sampled between updates, so nothing is released", path, "remove it")
 
@@ -73,13 +86,17 @@ def weight_sync_method(ctx: CheckContext) -> Iterator[Finding]:
     for train in _train(ctx):
         method, backend, path = train.weight_sync.method, ctx.spec.backend, ("train", "weight_sync", "method")
         if backend.trains and method not in backend.weight_methods:
-            message = f"`{method}` has no effect: the `{backend.kind}` backend takes weights in memory"
-            yield Finding(message, path, "remove it")
+            yield Finding(
+                f"`{method}` has no effect: the `{backend.kind}` backend takes weights in memory", path, "remove it"
+            )
         if method == "tensors":
             far = [url for url in backend.server_urls if _host(url) not in _HERE]
             if far:
-                message = f"`tensors` uses the shared memory of this host, and `{far[0]}` may be another host"
-                yield Finding(message, path, "use `disk` with a folder that both hosts share")
+                yield Finding(
+                    f"`tensors` uses the shared memory of this host, and `{far[0]}` may be another host",
+                    path,
+                    "use `disk` with a folder that both hosts share",
+                )
 
 
 def _host(url: str) -> str:
