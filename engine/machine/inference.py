@@ -52,8 +52,7 @@ class GuardProblem(Struct, frozen=True, kw_only=True):
 
 def describe(types: Types) -> str:
     """`{"int"}` to `an int`."""
-    names = sorted(types)
-    return " or ".join(f"{'an' if name[0] in 'aeio' else 'a'} {name}" for name in names)
+    return " or ".join(f"{'an' if name[0] in 'aeio' else 'a'} {name}" for name in sorted(types))
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
@@ -174,8 +173,7 @@ class TypeInference:
         types = [self.types(arg) for arg in node.args]
         operator = node.operator
         if operator in ("&&", "||", "!", "?:"):
-            conditions = node.args[:1] if operator == "?:" else node.args
-            for arg, arg_types in zip(conditions, types, strict=False):
+            for arg, arg_types in zip(node.args[:1] if operator == "?:" else node.args, types, strict=False):
                 self._needs_bool("?" if operator == "?:" else operator, arg, arg_types)
             if operator != "?:":
                 return BOOL
@@ -235,8 +233,7 @@ class TypeInference:
         self._loop_variables.append(node.variable)
         bodies = [self.types(body) for body in node.bodies]
         self._loop_variables.pop()
-        conditions = node.bodies[:-1] if node.name == "map" else node.bodies
-        for body, body_types in zip(conditions, bodies, strict=False):
+        for body, body_types in zip(node.bodies[:-1] if node.name == "map" else node.bodies, bodies, strict=False):
             self._needs_bool(node.name, body, body_types)
         return LIST if node.name in ("map", "filter") else BOOL
 

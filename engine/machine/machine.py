@@ -94,7 +94,7 @@ class Machine:
         if problems := unknown_states(resolved):
             raise SpecError(problems)
         guards = {text: Guard(text) for t in resolved.transitions if (text := t.conditions) is not None}
-        shared = transitions.Machine(
+        self._events = transitions.Machine(
             model=None,
             states=list(resolved.states),
             initial=resolved.initial,
@@ -108,8 +108,7 @@ class Machine:
                 for t in resolved.transitions
             ],
             auto_transitions=False,
-        )
-        self._events = shared.events
+        ).events
         first = {(t.source, t.trigger): t for t in reversed(resolved.transitions)}
         self.settled = {place: t.dest for place, t in first.items() if t.conditions is None}
         """(state, event) -> next state, where no condition is asked."""

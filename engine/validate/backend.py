@@ -43,9 +43,13 @@ def unsupported_sampling(ctx: CheckContext) -> Iterator[Finding]:
 
 def _sampled(ctx: CheckContext) -> list[tuple[BackendBase, SamplingParams, DataPath]]:
     """Each backend with the sampling parameters that it is sent, and their path."""
-    roles = played_roles(ctx.spec).items()
-    played = [(role.served_by(ctx.spec), role.spec.sampling, (*path, "sampling")) for path, role in roles]
-    return [(ctx.spec.backend, ctx.spec.sampling, ("sampling",)), *played]
+    return [
+        (ctx.spec.backend, ctx.spec.sampling, ("sampling",)),
+        *(
+            (role.served_by(ctx.spec), role.spec.sampling, (*path, "sampling"))
+            for path, role in played_roles(ctx.spec).items()
+        ),
+    ]
 
 
 @rule("role.no-player", "error", "nothing is installed that lets a model play a user or a judge")

@@ -110,8 +110,15 @@ def check_rules(
             for problem in item.check(ctx):
                 of_rule.append(problem)
                 if len(of_rule) == MAX_FINDINGS:
-                    message = f"`{item.id}` has more than {MAX_FINDINGS} findings; the others are not reported"
-                    of_rule.append(Diagnostic(MORE, "info", message, "fix these first", ctx.loaded.origin(())))
+                    of_rule.append(
+                        Diagnostic(
+                            MORE,
+                            "info",
+                            f"`{item.id}` has more than {MAX_FINDINGS} findings; the others are not reported",
+                            "fix these first",
+                            ctx.loaded.origin(()),
+                        )
+                    )
                     break
         except WorkLimitError:
             unfinished.append(item.id)
@@ -132,8 +139,7 @@ def causes_first(diagnostics: Sequence[Diagnostic]) -> list[Diagnostic]:
     last = {item.rule: index for index, item in enumerate(ordered)}
 
     def place(index: int) -> tuple[int, bool]:
-        rule = ordered[index].rule
-        after = max((last[cause] for cause in CONSEQUENCES.get(rule, ()) if cause in last), default=-1)
+        after = max((last[cause] for cause in CONSEQUENCES.get(ordered[index].rule, ()) if cause in last), default=-1)
         return max(index, after), after > index
 
     return [ordered[index] for index in sorted(range(len(ordered)), key=place)]

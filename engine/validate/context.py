@@ -68,8 +68,9 @@ class CheckContext(CodeContext):
             at: Where they are written.
         """
         if at not in self._with_tasks:
-            loaded = self.loaded.with_tasks_of(tasks, at)
-            self._with_tasks[at] = CheckContext(loaded, skipped=self.skipped, apart=self.apart, calls=self.calls)
+            self._with_tasks[at] = CheckContext(
+                self.loaded.with_tasks_of(tasks, at), skipped=self.skipped, apart=self.apart, calls=self.calls
+            )
         other = self._with_tasks[at]
         other.work, other.rule = self.work, self.rule
         return other
@@ -183,8 +184,10 @@ class CheckContext(CodeContext):
     @cached_property
     def ending(self) -> frozenset[str]:
         """States from which a final state can be reached, including the final states."""
-        final = [name for name, state in self.states.items() if state.final]
-        return closure(final, [(edge.dest, edge.source) for edge in self.live])
+        return closure(
+            [name for name, state in self.states.items() if state.final],
+            [(edge.dest, edge.source) for edge in self.live],
+        )
 
     @cached_property
     def live(self) -> list[ResolvedTransition]:
@@ -342,7 +345,10 @@ def for_each_source(find: Find) -> Find:
                 if path == TASKS:
                     yield found
                 else:
-                    place = (*path, *found.path[1:]) if found.path[:1] == TASKS else found.path
-                    yield replace(found, message=f"in the source `{path[-1]}`: {found.message}", path=place)
+                    yield replace(
+                        found,
+                        message=f"in the source `{path[-1]}`: {found.message}",
+                        path=(*path, *found.path[1:]) if found.path[:1] == TASKS else found.path,
+                    )
 
     return of_sources

@@ -247,8 +247,12 @@ class _Examiner:
         try:
             return _both(static, unpack(str(path), child.ask(request, max(ends - time.monotonic(), 0.1))))
         except (ChildError, ValueError) as error:
-            fix = "a module must be imported without ending the process, and within the time and memory limits"
-            failed = _failed(path, FAILED, f"the checks that import its code have no result: {error}", fix)
+            failed = _failed(
+                path,
+                FAILED,
+                f"the checks that import its code have no result: {error}",
+                "a module must be imported without ending the process, and within the time and memory limits",
+            )
             return replace(
                 static,
                 diagnostics=[*static.diagnostics, *failed.diagnostics],

@@ -465,8 +465,7 @@ def cycles_of(graph: Graph, work: Work | None = None) -> Cycles:
     for place, number in component.items():
         for step in graph.again(place):
             if component[step.dest] == number:
-                alike = (place.state, place.late, step.event, step.dest.state, step.used)
-                first.setdefault(alike, (place, step))
+                first.setdefault((place.state, place.late, step.event, step.dest.state, step.used), (place, step))
     cycles: dict[tuple[frozenset[str], bool], list[Cycle]] = {}
     complete = True
     try:

@@ -200,14 +200,16 @@ def _guards(ctx: CheckContext) -> Iterator[tuple[DataPath, str, str | None, str]
 
 def _unset(ctx: CheckContext, fact: str) -> frozenset[str]:
     """The states that an episode without failures may enter before the fact is set."""
-    leaving_unset = (
-        (edge.source, edge.dest)
-        for edge in ctx.live
-        if edge.trigger not in ALWAYS
-        and f"has(facts.{fact})" not in (edge.conditions or "").replace(" ", "")
-        and not _sets(ctx, edge.source, edge.trigger, fact)
+    return closure(
+        [ctx.machine.initial],
+        (
+            (edge.source, edge.dest)
+            for edge in ctx.live
+            if edge.trigger not in ALWAYS
+            and f"has(facts.{fact})" not in (edge.conditions or "").replace(" ", "")
+            and not _sets(ctx, edge.source, edge.trigger, fact)
+        ),
     )
-    return closure([ctx.machine.initial], leaving_unset)
 
 
 def _sets(ctx: CheckContext, state: str, event: str | None, fact: str) -> bool:

@@ -104,8 +104,14 @@ def formula(expression: str, limits: tuple[tuple[str, float], ...] = ()) -> Form
         result = reader.predicate(parse(expression))
     except ExpressionError:
         return UNKNOWN
-    constants = {key: frozenset(values) for key, values in reader.constants.items()}
-    return Formula(expression, limits, True, result, constants, reader.pairs)
+    return Formula(
+        expression,
+        limits,
+        True,
+        result,
+        {key: frozenset(values) for key, values in reader.constants.items()},
+        reader.pairs,
+    )
 
 
 def overlap(first: Formula, second: Formula, ranges: Ranges) -> bool:

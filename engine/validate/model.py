@@ -102,8 +102,10 @@ def _shown(ctx: CheckContext) -> Shown | None:
 
 def _variables(ctx: CheckContext, files: ModelFiles) -> dict[str, Any]:
     """The variables of a template other than messages and tools."""
-    variables = {key: value for key, value in ctx.spec.model.template_kwargs.items() if isinstance(key, str)}
-    return {**files.special, **variables}
+    return {
+        **files.special,
+        **{key: value for key, value in ctx.spec.model.template_kwargs.items() if isinstance(key, str)},
+    }
 
 
 @rule("model.template", "error", "the chat template cannot be rendered")

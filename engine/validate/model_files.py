@@ -116,8 +116,7 @@ def model_files(loaded: LoadedSpec) -> ModelFiles | None:
         return None
     template = None if spec.chat_template is None else loaded.resolve(spec.chat_template, ("model", "chat_template"))
     trusted = loaded.access.roots is None or (template is None and _in_catalogue(source.name) == source)
-    access = loaded.access.below(_whole(folder), _whole(source))
-    return _files(folder, source, template, access, loaded.access, trusted)
+    return _files(folder, source, template, loaded.access.below(_whole(folder), _whole(source)), loaded.access, trusted)
 
 
 _files = lru_cache(maxsize=64)(ModelFiles)

@@ -131,8 +131,11 @@ class Page:
         sections = dict(zip(parts[1::2], parts[2::2], strict=True))
         if name not in sections:
             return None
-        fences = list(_FENCE.finditer(sections[name]))
-        specs = [fence["body"] for fence in fences if fence["language"] == "yaml" and not fence["name"]]
+        specs = [
+            fence["body"]
+            for fence in _FENCE.finditer(sections[name])
+            if fence["language"] == "yaml" and not fence["name"]
+        ]
         beside = {} if name == "Bad" else _named(sections.get("Bad", ""))
         return Example(specs[0], {**beside, **_named(sections[name])}) if specs else None
 

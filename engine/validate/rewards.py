@@ -27,8 +27,11 @@ REWARD = "reward"
 
 def _rules(ctx: CheckContext) -> list[tuple[DataPath, ReassignRule]]:
     """The reward rules, without those that `rules.unknown-state` reports."""
-    rules = enumerate(ctx.spec.rewards.reassign)
-    return [(("rewards", "reassign", index), item) for index, item in rules if item.at in ctx.states]
+    return [
+        (("rewards", "reassign", index), item)
+        for index, item in enumerate(ctx.spec.rewards.reassign)
+        if item.at in ctx.states
+    ]
 
 
 _Chosen = tuple[tuple[TurnChoice, int | None], ...]
@@ -78,12 +81,13 @@ def _moments(ctx: CheckContext, item: ReassignRule) -> list[_Moment]:
         ctx.work.spend(len(places))
     if ctx.states[item.at].final:
         places = [(place, chosen) for place, chosen in places if place.turns] or places
-    moments = (
-        _Moment(place.turns, chosen)
-        for place, chosen in places
-        if when is None or ctx.graph.truth(when, place, ctx.work) is not False
+    return list(
+        dict.fromkeys(
+            _Moment(place.turns, chosen)
+            for place, chosen in places
+            if when is None or ctx.graph.truth(when, place, ctx.work) is not False
+        )
     )
-    return [*dict.fromkeys(moments)]
 
 
 def _chosen(ctx: CheckContext, state: str, choices: list[TurnChoice]) -> list[tuple[Place, _Chosen]]:

@@ -80,8 +80,12 @@ def observation_trained(rows: Sequence[ExaminedRow], known: Evidence) -> Iterato
     for row in rows:
         for _, beyond, until in _after_stops(row):
             if beyond < until:
-                message = "trained after the stop token of a reply, where sampling had ended: "
-                yield row.finding("observation_trained", "error", message + row.quoted(beyond, until), beyond)
+                yield row.finding(
+                    "observation_trained",
+                    "error",
+                    "trained after the stop token of a reply, where sampling had ended: " + row.quoted(beyond, until),
+                    beyond,
+                )
         if known.sampled is not None:
             yield from _not_sampled(row, known.sampled)
 
@@ -249,8 +253,14 @@ def _between(
     """Severity, message and place, counted from the end of the reply; None where there is no difference."""
     asked = conversation.prompt()
     ids = row.response[reply.start : reply.end]
-    finish = FinishReason(type="stop" if reply.stopped else "length")
-    conversation.reply(Generation(output_ids=ids, logprobs=np.zeros(len(ids), np.float32), finish=finish), turn=turn)
+    conversation.reply(
+        Generation(
+            output_ids=ids,
+            logprobs=np.zeros(len(ids), np.float32),
+            finish=FinishReason(type="stop" if reply.stopped else "length"),
+        ),
+        turn=turn,
+    )
     tape = np.concatenate([asked, ids])
     here = row.response[reply.end : following.start]
     messages = row.marks.observations(here, stopped=reply.stopped)
@@ -332,12 +342,11 @@ def mixed_group(rows: Sequence[ExaminedRow], known: Evidence) -> Iterator[RowFin
         for row in others:
             if _prompt_key(row) != _prompt_key(first):
                 prompts = [one.foreign.prompt_ids for one in (row, first) if one.foreign.prompt_ids is not None]
-                at = first_difference(*prompts) if len(prompts) == 2 else None
                 yield row.finding(
                     "mixed_group",
                     "error",
                     f"group {name} begins with another prompt in {first.foreign.place}",
-                    at,
+                    first_difference(*prompts) if len(prompts) == 2 else None,
                     response=False,
                 )
                 continue
@@ -359,8 +368,13 @@ def no_versions(rows: Sequence[ExaminedRow], known: Evidence) -> Iterator[RowFin
     """Trained tokens whose weight version is not known."""
     without = [row for row in rows if row.foreign.versions is None and not row.foreign.row_versions]
     if without and len(without) == len(rows):
-        message = "no row names the weight version that sampled it"
-        yield RowFinding(rule="no_versions", severity="info", row=-1, place="all rows", message=message)
+        yield RowFinding(
+            rule="no_versions",
+            severity="info",
+            row=-1,
+            place="all rows",
+            message="no row names the weight version that sampled it",
+        )
         return
     for row in without:
         yield row.finding("no_versions", "warning", "this row names no weight version, and others do")

@@ -36,13 +36,20 @@ def as_sarif(reports: Sequence[Report]) -> str:
     invocation: dict[str, Any] = {"executionSuccessful": not any(report.unreadable for report in reports)}
     if skipped := _skipped(reports):
         invocation["toolExecutionNotifications"] = [{"level": "note", "message": {"text": skipped}}]
-    run = {
-        "tool": {"driver": driver},
-        "columnKind": "unicodeCodePoints",
-        "results": [_result(item, rules.index(item.rule)) for item in found],
-        "invocations": [invocation],
-    }
-    return json_text({"$schema": SCHEMA, "version": "2.1.0", "runs": [run]})
+    return json_text(
+        {
+            "$schema": SCHEMA,
+            "version": "2.1.0",
+            "runs": [
+                {
+                    "tool": {"driver": driver},
+                    "columnKind": "unicodeCodePoints",
+                    "results": [_result(item, rules.index(item.rule)) for item in found],
+                    "invocations": [invocation],
+                }
+            ],
+        }
+    )
 
 
 def _skipped(reports: Sequence[Report]) -> str:

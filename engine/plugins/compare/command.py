@@ -47,24 +47,25 @@ def compare(
     if comparison.nothing is not None:
         wrong_usage(f"{one.run_id} and {other.run_id} cannot be compared: {comparison.nothing}")
     if json:
-        document = {
-            "first": comparison.first,
-            "second": comparison.second,
-            "tasks": len(comparison.tasks),
-            "only_first": comparison.only_first,
-            "only_second": comparison.only_second,
-            "changed": len(comparison.changed),
-            "masked": comparison.masked,
-            "warning": comparison.warning,
-            "differences": {
-                measure.name: {name: value for name, value in measure.plain().items() if name != "name"}
-                for measure in comparison.measures
-            },
-            "verdicts": comparison.counts,
-            "by_task": [pair.plain() for pair in comparison.tasks],
-            "spec": [each.plain() for each in comparison.spec],
-        }
-        echo_json(document)
+        echo_json(
+            {
+                "first": comparison.first,
+                "second": comparison.second,
+                "tasks": len(comparison.tasks),
+                "only_first": comparison.only_first,
+                "only_second": comparison.only_second,
+                "changed": len(comparison.changed),
+                "masked": comparison.masked,
+                "warning": comparison.warning,
+                "differences": {
+                    measure.name: {name: value for name, value in measure.plain().items() if name != "name"}
+                    for measure in comparison.measures
+                },
+                "verdicts": comparison.counts,
+                "by_task": [pair.plain() for pair in comparison.tasks],
+                "spec": [each.plain() for each in comparison.spec],
+            }
+        )
     else:
         _print(make_console(soft_wrap=True), comparison)
 
@@ -86,8 +87,13 @@ def _print(console: Console, comparison: RunComparison) -> None:
 
     table = Table("measure", "first", "second", "difference", "95 % interval", title_justify="left")
     for row in comparison.measures:
-        ends = f"{row.low:+.3f} to {row.high:+.3f}" if row.low is not None else "–"
-        table.add_row(words(row.name), f"{row.first:.3f}", f"{row.second:.3f}", f"{row.difference:+.3f}", ends)
+        table.add_row(
+            words(row.name),
+            f"{row.first:.3f}",
+            f"{row.second:.3f}",
+            f"{row.difference:+.3f}",
+            f"{row.low:+.3f} to {row.high:+.3f}" if row.low is not None else "–",
+        )
     console.print(f"first: {comparison.first}\nsecond: {comparison.second}")
     console.print(table)
     left_out = [

@@ -148,8 +148,13 @@ def _pair(task: str, first: Sequence[Sample], second: Sequence[Sample]) -> TaskP
     one, other = _side(first), _side(second)
     gains = (other.reward - one.reward, other.solved - one.solved)
     gain = next((each for each in gains if abs(each) > 1e-9), 0.0)
-    verdict = "same" if not gain else "better" if gain > 0 else "worse"
-    return TaskPair(task=task, first=one, second=other, difference=gains[0], verdict=verdict)
+    return TaskPair(
+        task=task,
+        first=one,
+        second=other,
+        difference=gains[0],
+        verdict="same" if not gain else "better" if gain > 0 else "worse",
+    )
 
 
 def _side(samples: Sequence[Sample]) -> Side:
@@ -174,5 +179,6 @@ def success_of(store: RunReader) -> dict[str, Any]:
         pairs = np.fromiter(chain.from_iterable(connection.execute(_TASKS)), np.float64).reshape(-1, 2)
     means, episodes = pairs[:, 0], int(pairs[:, 1].sum())
     low, high = proportion_interval(means, episodes)
-    value = float(means.mean()) if len(means) else float("nan")
-    return Estimate(value=value, low=low, high=high, tasks=len(means)).plain() | {"episodes": episodes}
+    return Estimate(
+        value=float(means.mean()) if len(means) else float("nan"), low=low, high=high, tasks=len(means)
+    ).plain() | {"episodes": episodes}

@@ -75,8 +75,11 @@ def _unshared(spec: EpisodeSpec, drivers: int) -> Iterator[tuple[str, DataPath, 
     for facts in spec_facts(spec):
         yield from facts.one_process
     for path, name in names_in(spec.model_dump(mode="json", by_alias=True)):
-        message = f"`{name}` belongs to the program that gave it, and other processes do not have it"
-        yield message, path, f"put it into a module and write `module:{name}`, or set `rollout.drivers: 1`"
+        yield (
+            f"`{name}` belongs to the program that gave it, and other processes do not have it",
+            path,
+            f"put it into a module and write `module:{name}`, or set `rollout.drivers: 1`",
+        )
     for path, backend in backends_of(spec).items():
         if not backend.weights_in_servers and not backend.scripted:
             yield (

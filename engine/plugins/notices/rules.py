@@ -20,8 +20,10 @@ def notify_no_effect(ctx: CheckContext) -> Iterator[Finding]:
         why = "no channel is set (`webhook_env`, `services_env`, `command` or `use`)"
         reasons = dict.fromkeys(("on", "stall_timeout", "repeat_after", "budget"), why)
     elif not notify.on:
-        keys = ("webhook_env", "services_env", "command", "use", "stall_timeout", "repeat_after", "budget")
-        reasons = dict.fromkeys(keys, "`notify.on` is empty, so nothing is sent")
+        reasons = dict.fromkeys(
+            ("webhook_env", "services_env", "command", "use", "stall_timeout", "repeat_after", "budget"),
+            "`notify.on` is empty, so nothing is sent",
+        )
     else:
         events = {"stall_timeout": "stalled", "budget": "budget"}.items()
         reasons = {key: f"`notify.on` does not contain `{event}`" for key, event in events if event not in notify.on}

@@ -103,10 +103,9 @@ def _render(name: str, kind: Kind) -> dict[str, str]:
     """Return the text of each file, by its name."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-    words = re.split(r"[._-]+", name)
     values = {
         "name": name,
-        "title": "".join(word[:1].upper() + word[1:] for word in words),
+        "title": "".join(word[:1].upper() + word[1:] for word in re.split(r"[._-]+", name)),
     }
     templates = Environment(
         loader=FileSystemLoader(_TEMPLATES), undefined=StrictUndefined, keep_trailing_newline=True, autoescape=False

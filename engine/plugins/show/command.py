@@ -118,8 +118,12 @@ def _show_episode(folder: Path, name: str, score: str | None, *, tokens: bool, a
             return
         console = make_console()
         if finished:
-            scored = row if score is None else next(other for other in store.episodes(score) if other.id == row.id)
-            print_finished(console, store, store.trajectory(row.id, score), scored)
+            print_finished(
+                console,
+                store,
+                store.trajectory(row.id, score),
+                row if score is None else next(other for other in store.episodes(score) if other.id == row.id),
+            )
         else:
             print_unfinished(console, store, row, store.journal(row.id, number), number if earlier else None)
         if tokens:

@@ -65,8 +65,7 @@ def print_finished(console: Console, store: RunReader, trajectory: Trajectory, r
         console.print()
         console.print(ledger_table(trajectory.postings))
     _print_judge(console, store, trajectory)
-    facts = trajectory.facts | review_facts(store.folder)(trajectory.episode_id)
-    _print_values(console, "facts", facts)
+    _print_values(console, "facts", trajectory.facts | review_facts(store.folder)(trajectory.episode_id))
     console.print()
     path = trajectory.path[0][0] if trajectory.path else "(no transition was taken)"
     path += "".join(f" –{event}→ {dest}" for _, event, dest in trajectory.path)
@@ -102,11 +101,10 @@ def _print_conversation(console: Console, store: RunReader, trajectory: Trajecto
 
 def _rest(trajectory: Trajectory, row: EpisodeRow) -> str:
     outcome, counts = trajectory.outcome, trajectory.counts
-    sampled = sum(turn.end - turn.start for turn in trajectory.turns)
     words = [
         f"reward {outcome.reward:+.3f}",
         _count(len(trajectory.turns), "turn"),
-        _count(sampled, "sampled token"),
+        _count(sum(turn.end - turn.start for turn in trajectory.turns), "sampled token"),
         *([_count(spoken, "token") + " of the user's model"] if (spoken := counts.get("user_tokens")) else []),
         _count(len(trajectory.branches), "training row") + reasons_in_words(branch_reasons(trajectory)),
         *([f"{_count(lost, 'reply', 'replies')} not received"] if (lost := counts.get("unreceived_replies")) else []),

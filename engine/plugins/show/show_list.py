@@ -65,8 +65,14 @@ def show_list(folder: Path, chosen: Selection, *, json: bool) -> None:
         if only_training:  # else evaluations would stand among the episodes of the training
             expression = f"!run.evaluation && ({expression})" if expression else "!run.evaluation"
         sort = chosen.sort or ("-step" if training else "order")
-        most = 2**31 if chosen.score is not None else chosen.limit
-        page = listing.page(expression, chosen.text, sort.removeprefix("-"), sort.startswith("-"), 0, most)
+        page = listing.page(
+            expression,
+            chosen.text,
+            sort.removeprefix("-"),
+            sort.startswith("-"),
+            0,
+            2**31 if chosen.score is not None else chosen.limit,
+        )
         totals = listing.totals(expression, chosen.text)
         if chosen.score is not None:
             page, totals = _rescored(listing, page, chosen)
@@ -104,7 +110,7 @@ def _rescored(listing: Listing, page: Page, chosen: Selection) -> tuple[Page, To
         for row in page.rows
         if (now := results.get(row.episode)) is not None and row.status == "done"
     ]
-    totals = Totals(
+    return replace(page, rows=rows, total=len(rows)), Totals(
         episodes=len(rows),
         done=len(rows),
         solved=sum(bool(row.solved) for row in rows),
@@ -112,7 +118,6 @@ def _rescored(listing: Listing, page: Page, chosen: Selection) -> tuple[Page, To
         limited=sum(row.failure is None and row.limit is not None for row in rows),
         reward=sum(row.reward or 0.0 for row in rows) / len(rows) if rows else None,
     )
-    return replace(page, rows=rows, total=len(rows)), totals
 
 
 def _head(console: Console, folder: Path, listing: Listing, chosen: Selection) -> None:
@@ -175,13 +180,12 @@ def _table(rows: Sequence[Row], listing: Listing, *, many: bool) -> Table:
     for column, name in zip(table.columns, columns, strict=True):
         column.no_wrap = name not in ("run", "ended")  # an id that is cut cannot be copied
     for row, review in zip(rows, reviews, strict=True):
-        done = row.status == "done"
         cells = [
             *([row.run.partition("/")[2] or row.run] if many else []),  # the head names the training
             row.episode,
             *(["" if row.step is None else str(row.step)] if steps else []),
             *([status_word(row.status, statuses[row.run])] if unfinished else []),
-            row.outcome if done else row.state or "",
+            row.outcome if row.status == "done" else row.state or "",
             str(row.turns["assistant"]) if row.turns.get("assistant") is not None else "",
             str(row.tokens["sampled"]) if row.tokens.get("sampled") is not None else "",
             _signed(row.reward),
@@ -191,20 +195,13 @@ def _table(rows: Sequence[Row], listing: Listing, *, many: bool) -> Table:
             *([f"{review['rating']:+g}" if review["rated"] else ""] if rated else []),
             *([" ".join(review["tags"])] if tagged else []),
         ]
-        table.add_row(*map(Text, cells), style=_style(row))
+        style = "red" if row.failure is not None else "dim" if row.status != "done" else "green" if row.solved else ""
+        table.add_row(*map(Text, cells), style=style)
     return table
 
 
 def _signed(value: float | None) -> str:
     return "" if value is None else f"{value:+.3f}"
-
-
-def _style(row: Row) -> str:
-    if row.failure is not None:
-        return "red"
-    if row.status != "done":
-        return "dim"
-    return "green" if row.solved else ""
 
 
 def _foot(

@@ -14,12 +14,18 @@ from engine.validate.registry import Finding, rule
 def traces_no_effect(ctx: CheckContext) -> Iterator[Finding]:
     """`of` and `content` where nothing, or no span, is written."""
     traces = TracesSpec.or_default(ctx.spec)
-    unsent = "no spans are written (`otlp` or `spans`); `episodes` always has the messages"
-    options = [
-        (not traces.active, "traces.of", "no trace is written (`otlp`, `spans` or `episodes`)"),
-        (not traces.makes_spans, "traces.content", unsent),
-    ]
-    yield from without_effect(ctx, options, "remove it, or set one of them")
+    yield from without_effect(
+        ctx,
+        [
+            (not traces.active, "traces.of", "no trace is written (`otlp`, `spans` or `episodes`)"),
+            (
+                not traces.makes_spans,
+                "traces.content",
+                "no spans are written (`otlp` or `spans`); `episodes` always has the messages",
+            ),
+        ],
+        "remove it, or set one of them",
+    )
 
 
 @rule("traces.no-package", "info", "the packages that write spans are not installed")
@@ -27,10 +33,9 @@ def traces_no_package(ctx: CheckContext) -> Iterator[Finding]:
     """OpenTelemetry, for `traces.otlp` and `traces.spans`."""
     traces = TracesSpec.or_default(ctx.spec)
     if traces.makes_spans and find_spec("opentelemetry") is None:
-        key = "otlp" if traces.otlp is not None else "spans"
         yield Finding(
             "`opentelemetry-sdk` is not installed, and spans need it",
-            ("traces", key),
+            ("traces", "otlp" if traces.otlp is not None else "spans"),
             "pip install 'episode-engine[otel]'",
             key=True,
         )

@@ -144,8 +144,9 @@ def _head_excludes(head: Head, value: Any, steps: int) -> bool:
     if head.name == "tuple" and isinstance(value, list) and inside:
         if len(inside) == 2 and isinstance(inside[1], ast.Constant) and inside[1].value is ...:
             return any(excludes(inside[0], item, head.scope, steps + 1) for item in value)
-        pairs = zip(inside, value, strict=False)
-        return len(inside) != len(value) or any(excludes(kind, item, head.scope, steps + 1) for kind, item in pairs)
+        return len(inside) != len(value) or any(
+            excludes(kind, item, head.scope, steps + 1) for kind, item in zip(inside, value, strict=False)
+        )
     if isinstance(value, list) and len(inside) == 1:
         return any(excludes(inside[0], item, head.scope, steps + 1) for item in value)
     if isinstance(value, Mapping) and head.name == "dict" and len(inside) == 2:

@@ -159,8 +159,11 @@ class CodeContext:
                 entries.append(NamedEntry((*path, "grader"), user.grader, "user"))
         scorer = spec.rewards.scorer
         if scorer is not None and scorer.use is not None:
-            entry = Entry(use=SCORERS.get(scorer.use, scorer.use), with_=scorer.with_)
-            entries.append(NamedEntry(("rewards", "scorer"), entry, "scorer"))
+            entries.append(
+                NamedEntry(
+                    ("rewards", "scorer"), Entry(use=SCORERS.get(scorer.use, scorer.use), with_=scorer.with_), "scorer"
+                )
+            )
         return [*entries, *(NamedEntry(code.path, code.entry, code.part, code) for code in added_code(spec))]
 
     @property

@@ -83,8 +83,7 @@ class ImportedCode:
             set_ = self._text is not None and self._text.method(name) == "unknown"
             return "unknown" if hasattr(self._thing, "__getattr__") or computed or set_ else "missing"
         signature = _signature(value)
-        static = inspect.getattr_static(self._thing, name)
-        if signature is None or isinstance(static, staticmethod | classmethod):
+        if signature is None or isinstance(inspect.getattr_static(self._thing, name), staticmethod | classmethod):
             return Method(signature)
         parameters = list(signature.parameters.values())
         if parameters and parameters[0].kind in (parameters[0].POSITIONAL_ONLY, parameters[0].POSITIONAL_OR_KEYWORD):
@@ -291,12 +290,13 @@ class ReadFunctionEnvironment(ReadCode):
     @property
     def signature(self) -> inspect.Signature | None:
         """Its parameters without those that the engine gives."""
-        arguments = [
-            item if item.kind is item.VAR_KEYWORD else item.replace(kind=item.KEYWORD_ONLY)
-            for item in read_signature(self.definition).parameters.values()
-            if item.name not in _GIVEN and item.kind is not item.VAR_POSITIONAL
-        ]
-        return inspect.Signature(arguments)
+        return inspect.Signature(
+            [
+                item if item.kind is item.VAR_KEYWORD else item.replace(kind=item.KEYWORD_ONLY)
+                for item in read_signature(self.definition).parameters.values()
+                if item.name not in _GIVEN and item.kind is not item.VAR_POSITIONAL
+            ]
+        )
 
     def method(self, name: str) -> Method | Missing:
         """A method of a class."""

@@ -338,12 +338,11 @@ def _parse(file: Path, name: str, changed: int, size: int) -> Module | SyntaxErr
     for statement in _statements(tree.body):
         for bound in dict.fromkeys(bound_names([statement])):
             bindings.setdefault(bound, []).append(statement)
-    names = frozenset(bindings) | declared
     return Module(
         name=name,
         file=file,
         tree=tree,
-        names=names,
+        names=frozenset(bindings) | declared,
         closed=is_closed(tree),
         bindings=bindings,
         changed=frozenset(declared | patched),

@@ -126,8 +126,9 @@ def returns(ctx: CheckContext) -> Iterator[Finding]:
         for name, (wanted, words) in _METHODS.get(item.role, {}).items():
             method = text.method(name)
             if isinstance(method, Method) and method.definition is not None:
-                called_as = f"{item.entry.use}.{name}"
-                yield from _wrong(ctx, method.definition, called_as, wanted, words, (*item.path, "use"))
+                yield from _wrong(
+                    ctx, method.definition, f"{item.entry.use}.{name}", wanted, words, (*item.path, "use")
+                )
 
 
 def _wrong(

@@ -114,9 +114,9 @@ class _Values:
         if steps > MAX_STEPS:
             return False
         if isinstance(value, ast.Dict):
-            pairs = zip(value.keys, value.values, strict=True)
             return all(
-                isinstance(key, ast.Constant) or (key is None and self.closed(item, steps + 1)) for key, item in pairs
+                isinstance(key, ast.Constant) or (key is None and self.closed(item, steps + 1))
+                for key, item in zip(value.keys, value.values, strict=True)
             )
         if isinstance(value, ast.IfExp):
             return self.closed(value.body, steps + 1) and self.closed(value.orelse, steps + 1)

@@ -88,7 +88,6 @@ def episode_document(store: RunReader, episode_id: str, attempt: int | None = No
     finished = row.status == "done" and attempt in (None, row.attempt)
     trajectory = store.trajectory(episode_id) if finished else partial_episode(store, row, journal)
     advantages = Advantages.of_group(store, row.task_id) if finished else Advantages(missing=UNFINISHED)
-    begin = journal[0].at if journal else row.started or 0.0
     return {
         "run": store.run_id,
         "episode": row.id,
@@ -111,7 +110,7 @@ def episode_document(store: RunReader, episode_id: str, attempt: int | None = No
         "moves": [move_document(postings) for postings in moves(trajectory.postings)],
         "facts": plain(trajectory.facts),
         "reviews": [plain(review) for reviews in REVIEWS.made(None, store.folder) for review in reviews.of(row.id)],
-        "path": _path(journal, begin),
+        "path": _path(journal, journal[0].at if journal else row.started or 0.0),
         "branches": branch_heads(trajectory.branches),
         "branch_reasons": branch_reasons(trajectory),
         "condensations": [
@@ -235,17 +234,19 @@ def _path(journal: Sequence[JournalEntry], begin: float) -> list[Document]:
     steps, turn = [], -1
     for entry in journal:
         turn += isinstance(entry.record, GenerationRecord)
-        step = {
-            "seq": entry.seq,
-            "state": entry.state,
-            "event": entry.event,
-            "dest": entry.dest,
-            "kind": entry.record.kind,
-            "turn": turn,
-            "at": max(0.0, entry.at - begin),
-            "seconds": entry.seconds,
-        }
-        steps.append(step | plain(_details(entry.record)))
+        steps.append(
+            {
+                "seq": entry.seq,
+                "state": entry.state,
+                "event": entry.event,
+                "dest": entry.dest,
+                "kind": entry.record.kind,
+                "turn": turn,
+                "at": max(0.0, entry.at - begin),
+                "seconds": entry.seconds,
+            }
+            | plain(_details(entry.record))
+        )
     return steps
 
 
@@ -291,8 +292,10 @@ def _details(record: RecordBase) -> Document:
                 for event in record.rewards
             ]
             others = max(0, len(marks) - len(record.replies))
-            judge = [{"text": text, "mark": mark} for text, mark in zip_longest(record.replies, marks[others:])]
-            return {"marks": marks[:others], "judge": judge}
+            return {
+                "marks": marks[:others],
+                "judge": [{"text": text, "mark": mark} for text, mark in zip_longest(record.replies, marks[others:])],
+            }
         case LimitRecord():
             return {"limit": record.limit, "value": record.value}
         case FailureRecord():
@@ -379,8 +382,12 @@ def _prompt(store: RunReader, task_id: str) -> list[Message]:
 
 def _reply(store: RunReader, generation: Generation) -> Message:
     if generation.text is not None:
-        calls = [call for call in generation.calls if isinstance(call, ToolCall)]
-        return Message(role="assistant", content=generation.text, reasoning=generation.reasoning, tool_calls=calls)
+        return Message(
+            role="assistant",
+            content=generation.text,
+            reasoning=generation.reasoning,
+            tool_calls=[call for call in generation.calls if isinstance(call, ToolCall)],
+        )
     texts = texts_of(store)
     ids = generation.output_ids.tolist()
     return Message(role="assistant", content=texts.decode(ids) or f"({len(ids)} tokens: {texts.problem})")

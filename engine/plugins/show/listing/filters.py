@@ -178,8 +178,10 @@ class SqlFilter:
         plain = f"{value} {sign} {b.sql}"
         cases: dict[str, str] = {}
         if operator in ("==", "!="):  # of values of different types
-            unequal = "0" if operator == "==" else "1"
-            cases = dict.fromkeys(("null", "true", "false", "integer", "real", "text", "object", "array"), unequal)
+            cases = dict.fromkeys(
+                ("null", "true", "false", "integer", "real", "text", "object", "array"),
+                "0" if operator == "==" else "1",
+            )
         if b.type in _NUMBERS:
             # SQLite reads the last bit of a long number differently on some machines
             text = f"({a.sql} -> {a.path})"
@@ -361,11 +363,13 @@ def choose(
         in_sql, constants = _filter_of(about, guard)
         values |= in_sql.parameters
         condition = f"coalesce({in_sql.sql}, ask(e.number))"
-        ask = _evaluator(connection, parameters, contents, matching, guard, constants)
-        connection.create_function("ask", 1, _noting(matching, ask))
+        connection.create_function(
+            "ask", 1, _noting(matching, _evaluator(connection, parameters, contents, matching, guard, constants))
+        )
     if text:
-        said = _noting(matching, lambda number, attempt: contents.said(number, attempt, text.casefold()))
-        connection.create_function("said", 2, said)
+        connection.create_function(
+            "said", 2, _noting(matching, lambda number, attempt: contents.said(number, attempt, text.casefold()))
+        )
         condition += " AND said(e.number, e.attempt)"
     query = (
         f"INSERT INTO side.chosen SELECT :source, e.number {FROM.format('episodes e')} WHERE {done} AND {condition} "

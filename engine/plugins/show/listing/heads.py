@@ -245,8 +245,9 @@ class Contents:
             "journal WHERE episode = ?1 AND attempt = ?2 ORDER BY seq DESC LIMIT 1) FROM journal WHERE episode = ?1 "
             "AND attempt = ?2"
         )
-        row = connection.execute(query, (here, attempt)).fetchone()
-        return dict(zip(("turns", "tokens", "state"), row, strict=True))
+        return dict(
+            zip(("turns", "tokens", "state"), connection.execute(query, (here, attempt)).fetchone(), strict=True)
+        )
 
     def said(self, number: int, attempt: int, text: str) -> bool:
         """Whether a text (case-folded) was said in an episode: in the conversation, or by a judge."""
@@ -281,8 +282,11 @@ def excerpts(head: EpisodeHead, wanted: str) -> dict[str, Any]:
 
 def planned_excerpts(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the same of an episode that has not ended: the longest text of the task's fields."""
-    texts = [value for value in fields.values() if isinstance(value, str)]
-    return {"task": _short(max(texts, key=len, default="")), "answer": "", "hit": None}
+    return {
+        "task": _short(max([value for value in fields.values() if isinstance(value, str)], key=len, default="")),
+        "answer": "",
+        "hit": None,
+    }
 
 
 def _short(text: str) -> str:

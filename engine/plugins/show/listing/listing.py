@@ -127,8 +127,12 @@ class Listing:
     @property
     def trainings(self) -> list[Path]:
         """The folders of its trainings, sorted by name, also of those that have no episodes."""
-        given = (path for path in self._paths if is_training(path))
-        return sorted({*given, *(Path(source.training) for source in self.sources if source.training is not None)})
+        return sorted(
+            {
+                *(path for path in self._paths if is_training(path)),
+                *(Path(source.training) for source in self.sources if source.training is not None),
+            }
+        )
 
     def add(self, paths: Iterable[Path]) -> list[str]:
         """Add runs and trainings that are not in the list; return why others cannot be read."""
@@ -245,8 +249,7 @@ class Listing:
                     query = f"SELECT id, number FROM episodes WHERE id IN ({', '.join('?' * len(ended))})"
                     for episode, number in connection.execute(query, ended):
                         with suppress(StoreError):  # it was dropped, or is damaged
-                            head = cast(EpisodeHead, read_head(contents.text(number)))
-                            texts[run, episode] = excerpts(head, text)
+                            texts[run, episode] = excerpts(cast(EpisodeHead, read_head(contents.text(number))), text)
         return [texts.get((row.run, row.episode)) or planned_excerpts(row.task_fields) for row in rows]
 
     def causes(self, filter: str | None = None, text: str | None = None) -> list[Cause]:
@@ -365,8 +368,9 @@ class Listing:
         """Return (run, episode) of the whole list, in the order of `page`. Raises: StoreError, as `page`."""
         with self._lock:
             names = {number: source.key for number, (source, _) in self._stores.items()}
-            ordered = self._ordered(self._choose(filter, text), sort, descending)
-            return [(names[source], id) for source, _, id in ordered]
+            return [
+                (names[source], id) for source, _, id in self._ordered(self._choose(filter, text), sort, descending)
+            ]
 
     # --- stores ---
 
@@ -531,8 +535,14 @@ def _totals_of(counted: Iterable[tuple[Any, ...]]) -> Totals:
     """The totals of a list, from `Listing._count`."""
     *counts, reward, _ = (sum(values) for values in zip([0] * 8, *counted, strict=True))
     episodes, done, solved, failed, limited, rewarded = map(int, counts)
-    mean = reward / rewarded if rewarded else None
-    return Totals(episodes=episodes, done=done, solved=solved, failed=failed, limited=limited, reward=mean)
+    return Totals(
+        episodes=episodes,
+        done=done,
+        solved=solved,
+        failed=failed,
+        limited=limited,
+        reward=reward / rewarded if rewarded else None,
+    )
 
 
 class _Place:

@@ -104,8 +104,11 @@ def _begun(training: Path) -> float | None:
 
 def stores_of(training: Path) -> list[Path]:
     """The stores of a training: its episodes, then its evaluations by step."""
-    folders = [training / ROLLOUTS, *sorted((training / EVALUATIONS).glob("*"))]
-    return [folder for folder in folders if (folder / RUN_FILE).is_file()]
+    return [
+        folder
+        for folder in [training / ROLLOUTS, *sorted((training / EVALUATIONS).glob("*"))]
+        if (folder / RUN_FILE).is_file()
+    ]
 
 
 def open_stores(paths: Iterable[Path | str], known: Collection[Source] = ()) -> list[tuple[Source, RunReader]]:

@@ -131,8 +131,9 @@ class Advantages(Struct, frozen=True, kw_only=True, eq=False):
             rows = {(row.episode.episode_id, row.branch.index): row for row in builder.rows(group)}
         except EngineError as error:
             return cls(missing=str(error))
-        missing = "evaluations have none" if builder.evaluation else ""
-        return cls(method=builder.credit.method, missing=missing, rows=rows)
+        return cls(
+            method=builder.credit.method, missing="evaluations have none" if builder.evaluation else "", rows=rows
+        )
 
     def of_turn(self, episode_id: str, turn: int) -> float | None:
         """Return the mean advantage of a turn's sampled tokens; None if it is not trained on."""
@@ -196,7 +197,6 @@ def sampled_columns(store: RunReader, episode_id: str) -> dict[str, Any]:
     for begin, generation in zip(ends, generations, strict=False):
         for span in generation.versions:
             versions[begin + span.start : begin + span.end] = span.version
-    turns = _joined([np.full(len(generation.output_ids), at) for at, generation in enumerate(generations)], np.int32)
     return {
         "branch": -1,
         "ids": ids,
@@ -205,7 +205,9 @@ def sampled_columns(store: RunReader, episode_id: str) -> dict[str, Any]:
         "mask": np.ones(len(ids), np.int32),
         "logprobs": _joined([generation.logprobs for generation in generations], np.float32),
         "versions": versions,
-        "turns": turns,
+        "turns": _joined(
+            [np.full(len(generation.output_ids), at) for at, generation in enumerate(generations)], np.int32
+        ),
         "kinds": [("generated", int(start), int(end)) for start, end in pairwise(ends)],
         "advantages": None,
         "token_rewards": None,
