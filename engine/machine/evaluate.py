@@ -92,8 +92,7 @@ class _Compiler:
         return self.text[node.start : node.end]
 
     def type_error(self, name: str, operands: tuple[Node, ...], values: tuple[Any, ...]) -> EvaluationError:
-        texts = (self.source(operand) for operand in operands)
-        message, fix = cannot_apply(name, zip(texts, map(type_name, values), strict=True))
+        message, fix = cannot_apply(name, zip(map(self.source, operands), map(type_name, values), strict=True))
         return EvaluationError(f"{message}; {fix or 'convert with `string(x)` or test `type(x)` first'}")
 
     def variable(self, node: Name) -> Evaluate:

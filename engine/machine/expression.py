@@ -169,7 +169,10 @@ def _tokens(text: str) -> list[_Token]:
     while at < len(text):
         match = _TOKEN.match(text, at)
         if match is None:
-            _refuse_word(tokens)
+            # an earlier word of another language, which is read as a name, is the first thing to correct
+            for before, token in zip([None, *tokens], tokens, strict=False):
+                if token.kind == "name" and token.text in _FOREIGN and (before is None or before.text != "."):
+                    raise ExpressionError(f"`{token.text}` is no operator", token.start, _replacement(token.text))
             raise ExpressionError(f"`{text[at]}` cannot be read", at, _replacement(text[at]))
         kind = str(match.lastgroup)
         if kind != "blank":
@@ -177,13 +180,6 @@ def _tokens(text: str) -> list[_Token]:
         at = match.end()
     tokens.append(_Token(kind="end", text="", start=len(text)))
     return tokens
-
-
-def _refuse_word(tokens: list[_Token]) -> None:
-    """Report an earlier word of another language, which is read as a name: it is the first thing to correct."""
-    for before, token in zip([None, *tokens], tokens, strict=False):
-        if token.kind == "name" and token.text in _FOREIGN and (before is None or before.text != "."):
-            raise ExpressionError(f"`{token.text}` is no operator", token.start, _replacement(token.text))
 
 
 def _replacement(word: str) -> str | None:

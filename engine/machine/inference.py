@@ -185,8 +185,13 @@ class TypeInference:
         place = node.args[0].end + len(self.text[node.args[0].end : node.args[-1].start].split(operator)[0])
         if len(node.args) == 1:
             return self._overload("-", NEGATION.overloads, node.args, types, node.start)
-        if operator in ("==", "!="):
-            return self._equal(node, types, place)
+        if operator in ("==", "!="):  # any two values can be compared
+            left, right = (side | NUMBERS if side & NUMBERS else side for side in types)
+            if left.isdisjoint(right) and not (left | right) & (DYN | {"null"}):
+                result = "false" if operator == "==" else "true"
+                both = f"{self.typed(node.args[0], types[0])}, {self.typed(node.args[1], types[1])}"
+                self.report(f"`{operator}` is always {result} here: {both}", place)
+            return BOOL
         if operator == "in":
             if types[1].isdisjoint(MAP | LIST | DYN):
                 self.report(
@@ -202,15 +207,6 @@ class TypeInference:
     def _needs_bool(self, name: str, node: Node, types: Types) -> None:
         if types.isdisjoint(BOOL | DYN):
             self.report(f"`{name}` needs true or false; {self.typed(node, types)}", node.start)
-
-    def _equal(self, node: Operation, types: list[Types], place: int) -> Types:
-        """Any two values can be compared; if their types can never be equal, the result is constant."""
-        left, right = (side | NUMBERS if side & NUMBERS else side for side in types)
-        if left.isdisjoint(right) and not (left | right) & (DYN | {"null"}):
-            result = "false" if node.operator == "==" else "true"
-            both = f"{self.typed(node.args[0], types[0])}, {self.typed(node.args[1], types[1])}"
-            self.report(f"`{node.operator}` is always {result} here: {both}", place)
-        return BOOL
 
     def _overload(self, name: str, overloads: Overloads, args: Iterable[Node], types: list[Types], place: int) -> Types:
         """The result types of the overloads that fit the arguments' types."""

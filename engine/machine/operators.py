@@ -78,16 +78,12 @@ def contains(item: Any, values: Any) -> bool:
     return any(equal(item, value) for value in values)
 
 
-def _in_64_bits(value: int) -> int:
-    if -(2**63) <= value < 2**63:
-        return value
-    raise OverflowError("the result does not fit into 64 bits")
-
-
 def _arithmetic(compute: Callable[..., Any]) -> Callable[..., Any]:
     def checked(*operands: Any) -> Any:
         result = compute(*operands)
-        return _in_64_bits(result) if isinstance(result, int) else result
+        if isinstance(result, int) and not -(2**63) <= result < 2**63:
+            raise OverflowError("the result does not fit into 64 bits")
+        return result
 
     return checked
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from types import UnionType
-from typing import Any, Union, get_args, get_origin
+from typing import Union, get_args, get_origin
 
 import msgspec
 from pydantic import BaseModel
@@ -47,20 +47,18 @@ class Variable(Struct, frozen=True, kw_only=True):
     """Whether it may hold fields that are not listed: facts, or the fields of a task."""
 
 
-def _limit_types(annotation: Any) -> Types:
-    """The types of a limit; an unset one reads as the int 9007199254740991."""
-    parts = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
-    return frozenset("int" if part in (int, type(None)) else "double" for part in parts)
-
-
 def _limits() -> dict[str, VariableField]:
+    """The fields of `limits`. One that is not set reads as the int 9007199254740991."""
+    fields: dict[str, VariableField] = {}
     core: list[tuple[str, FieldInfo, type[BaseModel]]]
     core = [(name, info, LimitsSpec) for name, info in LimitsSpec.model_fields.items()]
-    return {
-        name: VariableField(types=_limit_types(info.annotation), doc=description_of(model, name) or "")
-        for name, info, model in (*core, *section_fields(LimitsSpec))
-        if name in FIELDS
-    }
+    for name, info, model in (*core, *section_fields(LimitsSpec)):
+        if name in FIELDS:
+            is_union = get_origin(info.annotation) in (Union, UnionType)
+            kinds = get_args(info.annotation) if is_union else (info.annotation,)
+            types = frozenset("int" if kind in (int, type(None)) else "double" for kind in kinds)
+            fields[name] = VariableField(types=types, doc=description_of(model, name) or "")
+    return fields
 
 
 def _with_counts(variables: Mapping[str, Variable]) -> dict[str, Variable]:

@@ -128,7 +128,16 @@ def check_rules(
             plugin.installed().leave_out(PLUGIN_OF[item.id].name, error)
         diagnostics += of_rule
     if unfinished:
-        diagnostics.append(_unfinished(ctx, unfinished))
+        names = ", ".join(f"`{id}`" for id in unfinished)
+        diagnostics.append(
+            Diagnostic(
+                UNFINISHED,
+                "warning",
+                f"the spec is too large for these rules to check all of it: {names}",
+                "they may miss something: use fewer states, transitions, rules or rows, or simpler conditions",
+                ctx.loaded.origin(("machine",), key=True),
+            )
+        )
     diagnostics += _broken_plugins(ctx)
     return causes_first(mask_all(dict.fromkeys(diagnostics), loaded.variables)), list(ctx.skipped)
 
@@ -174,17 +183,6 @@ def refuse_first_tasks(loaded: LoadedSpec, tasks: Sequence[Task]) -> None:
     diagnostics = [item for id in FIELD_RULES if id in RULES for item in RULES[id].check(ctx)]
     if diagnostics:
         raise SpecError(mask_all(diagnostics, loaded.variables))
-
-
-def _unfinished(ctx: CheckContext, rules: list[str]) -> Diagnostic:
-    names = ", ".join(f"`{name}`" for name in rules)
-    return Diagnostic(
-        UNFINISHED,
-        "warning",
-        f"the spec is too large for these rules to check all of it: {names}",
-        "they may miss something: use fewer states, transitions, rules or rows, or simpler conditions",
-        ctx.loaded.origin(("machine",), key=True),
-    )
 
 
 def _broken_plugins(ctx: CheckContext, used: Collection[str] | None = None) -> list[Diagnostic]:

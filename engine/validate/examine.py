@@ -143,7 +143,8 @@ def examine(
             return _report(Report(str(path), diagnostics, unreadable, kind="scenarios", skipped=skipped), {}, access)
     if path.stem.endswith(SCENARIOS) and (unplayed := list(_unplayed(path))):
         return Report(str(path), unplayed, kind="scenarios")
-    if _holds_replies(path, access):
+    text = (_text(path, access) if path.is_file() else None) or ""
+    if _REPLIES.search(text) and not _SPEC.search(text):  # a list, or a mapping with a key that only replies have
         from engine.backends.scripted import read_script
 
         try:
@@ -175,12 +176,6 @@ def examine_spec(loaded: LoadedSpec, options: Options, doing: Callable[[str], No
     for slow_findings in SLOW_FINDINGS.all(written(loaded.spec)):
         findings += mask_all(slow_findings(loaded, options.seconds / 2), loaded.variables)
     return Report(str(loaded.path), findings, worst=worst, skipped=skipped)
-
-
-def _holds_replies(path: Path, access: Access) -> bool:
-    """Whether a file holds replies of the scripted backend: a list, or a mapping with a key that only they have."""
-    text = (_text(path, access) if path.is_file() else None) or ""
-    return bool(_REPLIES.search(text)) and not _SPEC.search(text)
 
 
 def _unplayed(path: Path) -> Iterator[Diagnostic]:

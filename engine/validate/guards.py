@@ -239,8 +239,9 @@ def _answers_set(ctx: CheckContext, use: str, asked: str, event: str | None, fac
     if is_function_environment(node):
         answers = _dialogue(node, asked, event)
     else:
-        calls = [item for item in ast.walk(node) if isinstance(item, ast.Call)]
-        of_class = [item for item in calls if last_name(item.func) == _ANSWER[asked]]
+        of_class = [
+            item for item in ast.walk(node) if isinstance(item, ast.Call) and last_name(item.func) == _ANSWER[asked]
+        ]
         answers = [item for item in of_class if _may_lead(item, asked, event)]
         if not answers:
             return asked != "tool" or bool(of_class)  # a tool that returns a plain value sets no fact

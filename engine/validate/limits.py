@@ -24,17 +24,12 @@ def contradiction(ctx: CheckContext) -> Iterator[Finding]:
             next((key for key in (turn, key_of(bound.by, turn)) if ctx.written(*key)), turn),
             "give a turn fewer tokens, or the episode more",
         )
-    yield from _late(ctx)
-
-
-def _late(ctx: CheckContext) -> Iterator[Finding]:
-    """Deadlines in the spec that are longer than the episode's time limit."""
-    episode_seconds = ctx.spec.limits.episode_seconds
+    episode_seconds = limits.episode_seconds
     if episode_seconds is None:
         return
     environment = [] if ctx.spec.environment is None else [ctx.spec.environment]
     named: list[tuple[DataPath, float | None, str]] = [
-        (("limits", "tool_seconds"), ctx.spec.limits.tool_seconds, "one tool call"),
+        (("limits", "tool_seconds"), limits.tool_seconds, "one tool call"),
         *((("tools", index, "timeout"), tool.timeout, "this tool") for index, tool in enumerate(ctx.spec.tools)),
         *(((*path, "timeout"), user.timeout, "one answer of the user") for path, user in ctx.users),
         *((("environment", "timeout"), item.timeout, "one call of the environment") for item in environment),

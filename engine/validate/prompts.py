@@ -196,5 +196,8 @@ def _named_files(ctx: CheckContext) -> list[tuple[DataPath, str]]:
     if ctx.spec.model.chat_template is not None:
         named.append((("model", "chat_template"), ctx.spec.model.chat_template))
     named += [(("backend", key), file) for key, file in ctx.spec.backend.files.items()]
-    images = [(path, text) for path, text in texts_shown(ctx) if path[-1] == "image"]
-    return named + [(path, image) for path, image in images if not is_reference(image) and not fields_of(image)]
+    return named + [
+        (path, text)
+        for path, text in texts_shown(ctx)
+        if path[-1] == "image" and not is_reference(text) and not fields_of(text)
+    ]

@@ -63,13 +63,17 @@ class Report:
     def plain(self) -> dict[str, Any]:
         """The report as JSON values, without source lines: `{"file", "valid", "readable", "diagnostics": […],
         "skipped": […], "worst_case": {…}}`."""
+        worst = self.worst
+        parts = {} if worst is None else {"episode": worst.episode, "run": worst.run}
         return {
             "file": self.file,
             "valid": self.status == VALID,
             "readable": not self.unreadable,
             "diagnostics": [_plain(item) for item in self.diagnostics],
             "skipped": list(self.skipped),
-            "worst_case": None if self.worst is None else _plain_cost(self.worst),
+            "worst_case": worst
+            and asdict(worst)
+            | {part: {name: bound._asdict() for name, bound in bounds.items()} for part, bounds in parts.items()},
         }
 
 
@@ -90,23 +94,19 @@ def excerpts_of(diagnostics: Sequence[Diagnostic], sources: Mapping[str, str], a
         origin = item.origin
         if origin is None:
             excerpts.append(None)
-        elif origin.file == SET_FILE:
-            line = origin.via.partition("\n")[0]
-            excerpts.append(_excerpt_at(line, origin.column + len("--set "), ""))
-        else:
+            continue
+        line, column, number = origin.via.partition("\n")[0], origin.column + len("--set "), ""
+        if origin.file != SET_FILE:
             if origin.file not in lines:
                 lines[origin.file] = _lines_of(origin.file, sources, access)
             of_file = lines[origin.file]
             line = of_file[origin.line - 1] if 0 < origin.line <= len(of_file) else ""
-            excerpts.append(_excerpt_at(line, origin.column, str(origin.line)))
+            column, number = origin.column, str(origin.line)
+        if len(line) > WIDEST:
+            start = max(0, column - WIDEST // 2)
+            line, column = line[start : start + WIDEST], column - start
+        excerpts.append(Excerpt(line, column, number) if line.strip() else None)
     return excerpts
-
-
-def _excerpt_at(line: str, column: int, number: str) -> Excerpt | None:
-    if len(line) > WIDEST:
-        start = max(0, column - WIDEST // 2)
-        line, column = line[start : start + WIDEST], column - start
-    return Excerpt(line, column, number) if line.strip() else None
 
 
 def _lines_of(file: str, sources: Mapping[str, str], access: Access) -> list[str]:
@@ -145,12 +145,6 @@ def unpack(file: str, data: bytes) -> Report:
 
 
 # ---- as JSON values
-
-
-def _plain_cost(worst: WorstCase) -> dict[str, Any]:
-    parts = {"episode": worst.episode, "run": worst.run}
-    plain = {part: {name: bound._asdict() for name, bound in bounds.items()} for part, bounds in parts.items()}
-    return asdict(worst) | plain
 
 
 def _plain(item: Diagnostic) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from engine.schemas.train import OVERLONG_PENALTY, OverlongPenalty
 from engine.spec.added import spec_facts
 from engine.spec.text.diagnostic import DataPath
 from engine.spec.text.near import nearest_name
-from engine.validate.code.source import Def, last_name
+from engine.validate.code.source import last_name
 from engine.validate.code.written_names import WrittenNames, code_names, names_of, names_of_plugins, written_names
 from engine.validate.context import CheckContext, closure, nearest
 from engine.validate.explore import START, TURNS, Place
@@ -104,19 +104,20 @@ def _chosen(ctx: CheckContext, state: str, choices: list[TurnChoice]) -> list[tu
             ctx.work.spend()
             after = (step.dest, chosen)
             if TURNS in step.used:
-                kinds = (place.state, step.event)
-                after = (step.dest, tuple(_newer(choice, turn, kinds, step.dest.turns - 1) for choice, turn in chosen))
+                kinds, newest = (place.state, step.event), step.dest.turns - 1
+                after = (
+                    step.dest,
+                    tuple(
+                        (choice, newest if choice.name in kinds and (turn is None or choice.last) else turn)
+                        for choice, turn in chosen
+                    ),
+                )
             if place.state == state and step.event not in (*ALWAYS, OVERFLOW):
                 moments[after] = None
             if after not in seen and not step.dest.late:
                 seen.add(after)
                 waiting.append(after)
     return [*moments]
-
-
-def _newer(choice: TurnChoice, turn: int | None, kinds: tuple[str, str], newest: int) -> tuple[TurnChoice, int | None]:
-    """An address by state or event, with the turn that it means after the newest turn, which is of these kinds."""
-    return choice, newest if choice.name in kinds and (turn is None or choice.last) else turn
 
 
 def _addresses(item: ReassignRule) -> list[tuple[str, TurnAddress]]:
@@ -522,7 +523,8 @@ def _cut_off(ctx: CheckContext, state: str, end: str) -> float | None:
     if scorer is not None or (train is not None and train.overlong == "mask"):
         return None
     if environment is not None:
-        node = _node(ctx, environment.entry.use)
+        text = ctx.code_text(environment.entry.use)
+        node = None if text is None else text.definition.node
         inherits = isinstance(node, ast.ClassDef) and bool(node.bases)
         if node is None or inherits or any(getattr(item, "name", "") == "score" for item in node.body):
             return None  # its `score` judges, or may be inherited
@@ -584,12 +586,6 @@ def _in_code(ctx: CheckContext, path: DataPath, use: str, with_: Mapping[str, An
             setting, where = settings.get(name.lstrip("_"), (None, ""))
             if isinstance(setting, int | float) and setting < 0:
                 yield -float(setting), f"`{where}`"
-
-
-def _node(ctx: CheckContext, use: str) -> Def | None:
-    """The definition of an entry point; None if its source cannot be read."""
-    text = ctx.code_text(use)
-    return None if text is None else text.definition.node
 
 
 def _reward_values(node: ast.AST) -> Iterator[ast.expr]:

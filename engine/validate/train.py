@@ -229,9 +229,13 @@ def overlong(ctx: CheckContext) -> Iterator[Finding]:
 @rule("train.published-steps", "warning", "the training has another length than the published settings that it extends")
 def published_steps(ctx: CheckContext) -> Iterator[Finding]:
     """`steps`, `epochs` or `tasks_per_step` of the spec's own, beside `steps` or `epochs` of published settings."""
+    files = {Path(file).resolve() for file in ctx.loaded.sources}
     for train in _sampling(ctx):
-        for name, published in _published(ctx):
-            yield from _of_another_length(ctx, train, name, published)
+        for name in published_names():
+            file = Path(published_file(name)).resolve()
+            if file in files:
+                published = yaml.safe_load(file.read_text(encoding="utf-8")).get("train") or {}
+                yield from _of_another_length(ctx, train, name, published)
 
 
 def _of_another_length(
@@ -259,15 +263,6 @@ def _of_another_length(
         f"leave out `train.{path[-1]}` to reproduce the published training, or keep it for another length",
         key=True,
     )
-
-
-def _published(ctx: CheckContext) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each of the published settings that the spec extends, by name: its section `train`."""
-    files = {Path(file).resolve() for file in ctx.loaded.sources}
-    for name in published_names():
-        file = Path(published_file(name)).resolve()
-        if file in files:
-            yield name, dict(yaml.safe_load(file.read_text(encoding="utf-8")).get("train") or {})
 
 
 def _length(values: Mapping[str, Any]) -> str:

@@ -435,7 +435,14 @@ def _type_of(definition: Definition, sources: Sources, types: dict[ast.AST, type
     """Return an empty class with the same bases, so that Python orders them, and whether all of them are known."""
     node = definition.node
     assert isinstance(node, ast.ClassDef)
-    complete = steps <= MAX_STEPS and node.name not in definition.module.changed and _is_plain(node)
+    complete = (  # the body of the class shows all its own members
+        steps <= MAX_STEPS
+        and node.name not in definition.module.changed
+        and is_closed(ast.Module(body=node.body, type_ignores=[]))
+        and {"__getattribute__", "__init_subclass__", "__class_getitem__"}.isdisjoint(bound_names(node.body))
+        and all(item.arg == "metaclass" and last_name(item.value) == "ABCMeta" for item in node.keywords)
+        and _KNOWN_DECORATORS.issuperset(map(last_name, node.decorator_list))
+    )
     bases: list[type] = []
     for item in node.bases if steps <= MAX_STEPS else ():
         base = sources.resolve(item.value if isinstance(item, ast.Subscript) else item, definition.module)
@@ -447,16 +454,6 @@ def _type_of(definition: Definition, sources: Sources, types: dict[ast.AST, type
         elif not (isinstance(base, External) and base.name in _KNOWN_BASES):
             complete = False
     return type(node.name, tuple(bases), {"definition": definition}), complete
-
-
-def _is_plain(node: ast.ClassDef) -> bool:
-    """Whether the body of a class shows all its own members."""
-    return (
-        is_closed(ast.Module(body=node.body, type_ignores=[]))
-        and {"__getattribute__", "__init_subclass__", "__class_getitem__"}.isdisjoint(bound_names(node.body))
-        and all(item.arg == "metaclass" and last_name(item.value) == "ABCMeta" for item in node.keywords)
-        and _KNOWN_DECORATORS.issuperset(map(last_name, node.decorator_list))
-    )
 
 
 def member(definition: Definition, name: str, sources: Sources) -> Definition | Literal["missing", "unknown"]:
