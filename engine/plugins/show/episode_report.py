@@ -305,8 +305,10 @@ def _print_moves(console: Console, lines: Sequence[str]) -> None:
 
 def ledger_table(postings: Sequence[Posting]) -> Table:
     """Return a table of all postings of the ledger: who moved what, when and why."""
-    columns = ("#", "at turn", "turn", "reward", "did", "change", "holds", "by", "why")
-    table = Table(*columns, title="Rewards", title_justify="left", box=box.SIMPLE_HEAD)
+    table = Table(
+        "#", "at turn", "turn", "reward", "did", "change", "holds", "by", "why",
+        title="Rewards", title_justify="left", box=box.SIMPLE_HEAD,
+    )  # fmt: skip
     for column in (table.columns[5], table.columns[6]):
         column.justify = "right"
     for posting in postings:

@@ -345,7 +345,23 @@ def partial_episode(store: RunReader, row: EpisodeRow, journal: Sequence[Journal
                 messages += [*prompt, *record.reset.messages]
             case GenerationRecord():
                 messages.append(_reply(store, record.generation))
-                turns.append(_sampled_turn(len(turns), entry, record.generation))
+                generation = record.generation
+                turns.append(
+                    Turn(
+                        index=len(turns),
+                        branch=-1,
+                        start=0,
+                        end=len(generation.output_ids),
+                        finish=generation.finish,
+                        event=entry.event,
+                        seconds=generation.seconds,
+                        queue_seconds=generation.queue_seconds,
+                        prompt_tokens=generation.prompt_tokens,
+                        cached_tokens=generation.cached_tokens,
+                        reply_tokens=generation.sampled_tokens,
+                        cost=generation.cost,
+                    )
+                )
             case _:
                 messages += record.said()
     last = journal[-1] if journal else None
@@ -391,20 +407,3 @@ def _reply(store: RunReader, generation: Generation) -> Message:
     texts = texts_of(store)
     ids = generation.output_ids.tolist()
     return Message(role="assistant", content=texts.decode(ids) or f"({len(ids)} tokens: {texts.problem})")
-
-
-def _sampled_turn(index: int, entry: JournalEntry, generation: Generation) -> Turn:
-    return Turn(
-        index=index,
-        branch=-1,
-        start=0,
-        end=len(generation.output_ids),
-        finish=generation.finish,
-        event=entry.event,
-        seconds=generation.seconds,
-        queue_seconds=generation.queue_seconds,
-        prompt_tokens=generation.prompt_tokens,
-        cached_tokens=generation.cached_tokens,
-        reply_tokens=generation.sampled_tokens,
-        cost=generation.cost,
-    )

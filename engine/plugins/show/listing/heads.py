@@ -218,10 +218,10 @@ class Contents:
             return None
         connection, here = self.of(number)
         query = f"SELECT {', '.join(summaries.COLUMNS)} FROM summaries NATURAL JOIN trajectories WHERE episode = ?"
+        row: tuple[Any, ...] | None = None
         with suppress(sqlite3.OperationalError):  # a part of an older engine has no such table
-            row: tuple[Any, ...] | None = connection.execute(query, (here,)).fetchone()
-            return row
-        return None
+            row = connection.execute(query, (here,)).fetchone()
+        return row
 
     def feedback(self, number: int, attempt: int) -> dict[str, Any]:
         """Return the variable `feedback` at the end of an episode."""

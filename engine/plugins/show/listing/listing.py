@@ -96,7 +96,7 @@ class Listing:
         self._paths = [Path(path).absolute() for path in paths]
         self._stores = dict(enumerate(stores))
         if self._paths:
-            self._open_new()
+            self._open(self._paths)
         self._folder = TemporaryDirectory(prefix="episode-engine-list-")
         self._side = str(Path(self._folder.name) / "list.db")
         with closing(sqlite3.connect(self._side)) as connection:
@@ -141,7 +141,7 @@ class Listing:
             for path in (path.absolute() for path in paths if path.absolute() not in self._paths):
                 try:
                     if not is_training(path) or stores_of(path):
-                        self._add(open_stores([path], self.sources))
+                        self._open([path])
                     self._paths.append(path)
                 except EngineError as error:
                     problems.append(str(error))
@@ -381,23 +381,20 @@ class Listing:
         keys = ", ".join(source.key for source in self.sources[:5])
         raise StoreError(f"there is no run `{run}` in this list; it has {keys}")
 
-    def _open_new(self) -> None:
+    def _open(self, paths: Iterable[Path]) -> None:
         """Open stores that are not open yet: a training that goes on makes one for each evaluation."""
-        self._add(open_stores(self._paths, self.sources))
-
-    def _add(self, opened: Iterable[tuple[Source, RunReader]]) -> None:
-        for pair in opened:
+        for pair in open_stores(paths, self.sources):
             self._stores[len(self._stores)] = pair
 
     def _refresh(self) -> tuple[Any, ...] | None:
         """Read what stores and trainings have since. Returns what is equal as long as nothing changes; None if that
         cannot be told yet."""
         if self._paths:
-            self._open_new()
+            self._open(self._paths)
         signatures: list[Any] = []
         for number, (source, store) in self._stores.items():
             store.refresh()
-            files = [*_states(store), *map(_state, _logs(store.folder))]
+            files = [*_states(store), *map(_state, sorted(store.folder.glob("*.jsonl")))]  # logs, such as reviews
             if source.training is not None and source.step is None:
                 file = Path(source.training) / BATCHES
                 files.append(_state(file))
@@ -442,7 +439,7 @@ class Listing:
             if (condition := condition_of(about, guard)) is None:
                 return False
             matching.conditions[number] = condition
-        counted = self._count(matching)
+        counted = list(chain(*self._each(_COUNTS, matching)))
         if any(undecided for *_, undecided in counted):
             matching.conditions.clear()
             return False
@@ -454,13 +451,9 @@ class Listing:
         of, state, totals = self._counted
         if totals is not None and of is matching and state is not None and state == self._state:
             return totals
-        totals = _totals_of(self._count(matching))
+        totals = _totals_of(chain(*self._each(_COUNTS, matching)))
         self._counted = (matching, self._state, totals)
         return totals
-
-    def _count(self, matching: Matching | None) -> list[tuple[Any, ...]]:
-        """The sums of `_COUNTS` in each store, and the number of episodes for which SQL cannot decide."""
-        return list(chain(*self._each(_COUNTS, matching)))
 
     def _each(self, query: str, matching: Matching | None, **more: Any) -> list[Iterator[tuple[Any, ...]]]:
         """The rows of a query over the list, by store. `{}` stands for its tables and its condition."""
@@ -532,7 +525,7 @@ class Listing:
 
 
 def _totals_of(counted: Iterable[tuple[Any, ...]]) -> Totals:
-    """The totals of a list, from `Listing._count`."""
+    """The totals of a list, from the rows of `_COUNTS`."""
     *counts, reward, _ = (sum(values) for values in zip([0] * 8, *counted, strict=True))
     episodes, done, solved, failed, limited, rewarded = map(int, counts)
     return Totals(
@@ -571,11 +564,6 @@ def _state(file: Path) -> tuple[int, int]:
         status = file.stat()
         return status.st_size, status.st_mtime_ns
     return 0, 0
-
-
-def _logs(folder: Path) -> list[Path]:
-    """The files beside a store to which lines are added, such as reviews."""
-    return sorted(folder.glob("*.jsonl"))
 
 
 def _order(sort: str) -> tuple[list[str], dict[str, str]]:

@@ -63,7 +63,8 @@ def find(word: str | Path, out: Path | str = "runs") -> Path:
         dated = [(created, folder) for folder in there if stores_of(folder) and (created := _begun(folder)) is not None]
         if list_runs(out) or not dated:
             run = find_run("latest", out)
-            dated.append((_created(run), run))
+            with RunStore.open(run, readonly=True) as store:
+                dated.append((store.header.created, run))
         return max(dated)[1]
     try:
         return find_run(word, out)
@@ -87,11 +88,6 @@ def episodes_of(folder: Path) -> Path:
     if not (folder / ROLLOUTS / RUN_FILE).is_file():
         raise StoreError(f"{folder} has no episodes: a training of kind `sft` samples none, and a new one has none yet")
     return folder / ROLLOUTS
-
-
-def _created(run: Path) -> float:
-    with RunStore.open(run, readonly=True) as store:
-        return store.header.created
 
 
 def _begun(training: Path) -> float | None:
@@ -126,7 +122,9 @@ def open_stores(paths: Iterable[Path | str], known: Collection[Source] = ()) -> 
     opened: list[tuple[Source, RunReader]] = []
     absolute = [Path(path).absolute() for path in paths]
     for path in absolute:
-        training = path if is_training(path) else _training_of(path)
+        above = (path.parent, path.parent.parent)
+        of = (folder for folder in above if is_training(folder) and path in stores_of(folder))
+        training = path if is_training(path) else next(of, None)
         for folder in stores_of(path) if is_training(path) else [path]:
             if str(folder) in folders:
                 continue
@@ -150,11 +148,3 @@ def open_stores(paths: Iterable[Path | str], known: Collection[Source] = ()) -> 
     if not opened and not known:
         raise StoreError(f"there are no episodes in {', '.join(map(str, absolute)) or 'nothing'} yet")
     return opened
-
-
-def _training_of(run: Path) -> Path | None:
-    """The training that a store belongs to; None if it is a run of its own."""
-    for folder in (run.parent, run.parent.parent):
-        if is_training(folder) and run in stores_of(folder):
-            return folder
-    return None

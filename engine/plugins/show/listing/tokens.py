@@ -21,7 +21,6 @@ from engine.schemas.model import ModelSpec
 from engine.store.rows.build import RowBuilder
 
 if TYPE_CHECKING:
-    from engine.schemas.trajectory import Trajectory
     from engine.store.reader import RunReader
     from engine.store.rows.row import TrainingRow
     from engine.tokens.tokenizer import FastTokenizer
@@ -123,18 +122,6 @@ class Advantages(Struct, frozen=True, kw_only=True, eq=False):
         """Compute the advantages of a task's finished episodes with the credit method of the run's spec."""
         return _of_done(store, tuple(row.id for row in store.samples(task_id) if row.status == "done"))
 
-    @classmethod
-    def of(cls, store: RunReader, group: list[Trajectory]) -> Advantages:
-        """Compute the advantages of a group's finished episodes. Methods that need a critic's values have none."""
-        try:
-            builder = RowBuilder.of_run(store)
-            rows = {(row.episode.episode_id, row.branch.index): row for row in builder.rows(group)}
-        except EngineError as error:
-            return cls(missing=str(error))
-        return cls(
-            method=builder.credit.method, missing="evaluations have none" if builder.evaluation else "", rows=rows
-        )
-
     def of_turn(self, episode_id: str, turn: int) -> float | None:
         """Return the mean advantage of a turn's sampled tokens; None if it is not trained on."""
         for (episode, _), row in self.rows.items():
@@ -148,8 +135,15 @@ class Advantages(Struct, frozen=True, kw_only=True, eq=False):
 
 @lru_cache(maxsize=4)
 def _of_done(store: RunReader, episodes: tuple[str, ...]) -> Advantages:
-    """Advantages of finished episodes, which do not change any more."""
-    return Advantages.of(store, [store.trajectory(episode) for episode in episodes])
+    """Advantages of finished episodes, which do not change any more. Methods that need a critic's values have none."""
+    group = [store.trajectory(episode) for episode in episodes]
+    try:
+        builder = RowBuilder.of_run(store)
+        rows = {(row.episode.episode_id, row.branch.index): row for row in builder.rows(group)}
+    except EngineError as error:
+        return Advantages(missing=str(error))
+    missing = "evaluations have none" if builder.evaluation else ""
+    return Advantages(method=builder.credit.method, missing=missing, rows=rows)
 
 
 def token_columns(store: RunReader, episode_id: str, branch: int) -> dict[str, Any]:
