@@ -269,7 +269,7 @@ class CheckContext(CodeContext):
         """The range of each quantity over all reachable places."""
         hull: dict[str, tuple[float, float]] = {}
         for counts in {place.counts for place in self.graph.steps if not place.late}:
-            for name, (low, high) in self.graph.walk.ranges(counts).items():
+            for name, (low, high) in self.graph.ranges(counts).items():
                 least, most = hull.get(name, (low, high))
                 hull[name] = (min(low, least), max(high, most))
         return hull

@@ -12,7 +12,7 @@ that is too large even for that has an empty graph (`walked` is False).
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import product
 from math import inf
@@ -97,19 +97,24 @@ After = tuple[Place, tuple[int, ...]]
 """The place after an action, and the counters that increased."""
 
 
-class Walk:
-    """Computes steps, and caches the results of guards.
+class Graph:
+    """The reachable places, and the steps between them; it caches the results of guards.
 
-    Every method raises WorkLimitError when `work` is used up.
+    Methods raise WorkLimitError when `work` is used up.
     """
 
     def __init__(self, chart: Chart, work: Work, *, rough: bool = False) -> None:
         self.chart = chart
-        self.rough = rough
+        self.exact = not rough
+        self.walked = True
+        """False if even the approximate graph takes too much work: then it is empty."""
+        self.steps: dict[Place, list[WalkStep]] = {}
+        self.most: tuple[float, ...] | None = None
+        """The maximum of each counter on any path; computed by `most_counts`."""
         self.work = work
         limits = chart.limits
         self.limits: Limits = tuple(None if limit is None else 1 for limit in limits) if rough else limits
-        """The limits of the counters, as this walk counts."""
+        """The limits of the counters, as this graph counts."""
         self.edges = {key: _blind(group) if rough else group for key, group in chart.edges}
         self.settled = {key: group[0].dest for key, group in self.edges.items() if group and group[0].guard is ALWAYS}
         self.actions = dict(chart.actions)
@@ -123,14 +128,28 @@ class Walk:
         self._ranges: dict[Counts, Ranges] = {}
         self._guards: dict[int, tuple[Formula, tuple[int, ...], dict[tuple[int, ...], bool | None]]] = {}
         """By id, each guard with the counters that it reads and its results by their values."""
+        self._moments: dict[tuple[str, str | None], tuple[Place, ...]] = {}
 
-    def steps(self, place: Place) -> list[WalkStep]:
+    def walk(self) -> None:
+        """Add every reachable place."""
+        start = Place(self.chart.initial, START)
+        self.steps[start] = []
+        waiting = [start]
+        while waiting:
+            place = waiting.pop()
+            self.steps[place] = steps = self._steps_from(place)
+            for step in steps:
+                if step.dest not in self.steps:
+                    self.steps[step.dest] = []
+                    waiting.append(step.dest)
+
+    def _steps_from(self, place: Place) -> list[WalkStep]:
         """Return every step from a place, each once."""
         action = self.actions.get(place.state)
         if action is None:
             return []  # a final state, or one that does not exist
         steps: list[WalkStep] = []
-        if place.late or self.used_up(place, action):
+        if self.rests(place):
             self.lead(steps, place, LIMIT, ())
         else:
             done: dict[After, None] = {(place, ()): None}
@@ -148,13 +167,12 @@ class Walk:
         self.work.spend(len(steps) + 1)
         return list(dict.fromkeys(steps))
 
-    def used_up(self, place: Place, action: str) -> bool:
-        """Whether a counter of the action has reached its limit."""
-        for index in COUNTERS_OF.get(action, ()):
-            limit = self.limits[index]
-            if limit is not None and place.counts[index] >= limit:
-                return True
-        return False
+    def rests(self, place: Place) -> bool:
+        """Whether the action does not run at a place: the time limit or the action's own limit is reached."""
+        return place.late or any(
+            (limit := self.limits[index]) is not None and place.counts[index] >= limit
+            for index in COUNTERS_OF.get(self.actions.get(place.state, ""), ())
+        )
 
     def after(self, place: Place, action: str, event: str) -> list[After]:
         """The places after an action's own event, each with the counters that increased."""
@@ -191,16 +209,16 @@ class Walk:
         limit = self.limits[index]
         if limit is None:
             return (min(count + 1, self.caps[index]),)
-        return (count, limit) if self.rough else (min(count + 1, limit),)
+        return (min(count + 1, limit),) if self.exact else (count, limit)
 
     def ranges(self, counts: Counts) -> Ranges:
         """The ranges of the quantities that guards read at these counters."""
         ranges = self._ranges.get(counts)
         if ranges is None:
-            ranges = self._ranges[counts] = _ranges(self.chart, counts, self.caps, rough=self.rough)
+            ranges = self._ranges[counts] = _ranges(self.chart, counts, self.caps, rough=not self.exact)
         return ranges
 
-    def truth(self, guard: Formula, counts: Counts, work: Work | None = None) -> bool | None:
+    def _truth(self, guard: Formula, counts: Counts, work: Work) -> bool | None:
         """The result of a guard, computed once for each value of the counters that it reads; counted as `work`."""
         cached = self._guards.get(id(guard))
         if cached is None:  # keeping the guard prevents that another object gets its id
@@ -208,7 +226,7 @@ class Walk:
         _, reads, truths = cached
         key = tuple(counts[index] for index in reads)
         if key not in truths:
-            (work or self.work).spend(guard.weight)
+            work.spend(guard.weight)
             truths[key] = guard.truth(self.ranges(counts))
         return truths[key]
 
@@ -220,7 +238,7 @@ class Walk:
             return
         unsure = False
         for edge in self.edges.get((place.state, event), ()):
-            truth = True if edge.guard is ALWAYS else self.truth(edge.guard, place.counts)
+            truth = True if edge.guard is ALWAYS else self._truth(edge.guard, place.counts, self.work)
             if truth is not False:
                 found.append(WalkStep(event, place._replace(state=edge.dest), used))
             if truth is True and not unsure:
@@ -230,6 +248,83 @@ class Walk:
             unsure = unsure or truth is None
         if event != FAILED:  # no transition, no guard that holds, or an error in a guard: the event `failed`
             self.lead(found, place, FAILED, used)
+
+    @cached_property
+    def components(self) -> tuple[dict[Place, int], int]:
+        """The strongly connected component of each place, and their number; steps lead from higher to lower ones.
+
+        Only steps that may be taken any number of times count. Tarjan's algorithm (1972), without recursion.
+        """
+        number: dict[Place, int] = {}
+        low: dict[Place, int] = {}
+        component: dict[Place, int] = {}
+        stack: list[Place] = []
+        count = 0
+        for root in self.steps:
+            if root in number:
+                continue
+            work = [(root, iter(self.again(root)))]
+            number[root] = low[root] = len(number)
+            stack.append(root)
+            while work:
+                place, steps = work[-1]
+                for step in steps:
+                    dest = step.dest
+                    if dest not in number:
+                        number[dest] = low[dest] = len(number)
+                        stack.append(dest)
+                        work.append((dest, iter(self.again(dest))))
+                        break
+                    if dest not in component:
+                        low[place] = min(low[place], number[dest])
+                else:
+                    work.pop()
+                    if work:
+                        parent = work[-1][0]
+                        low[parent] = min(low[parent], low[place])
+                    if low[place] == number[place]:
+                        while True:
+                            member = stack.pop()
+                            component[member] = count
+                            if member == place:
+                                break
+                        count += 1
+        return component, count
+
+    def again(self, place: Place) -> list[WalkStep]:
+        """The steps that may be taken any number of times: in an approximate graph, those that no limit counts."""
+        steps = self.steps[place]
+        return steps if self.exact else [step for step in steps if all(self.limits[i] is None for i in step.used)]
+
+    @cached_property
+    def by_state(self) -> dict[str, list[Place]]:
+        """The reachable states, each with its places."""
+        places: dict[str, list[Place]] = {}
+        for place in self.steps:
+            places.setdefault(place.state, []).append(place)
+        return places
+
+    def truth(self, guard: Formula, place: Place, work: Work) -> bool | None:
+        """The result of a guard at a place; None if it may be either."""
+        work.spend()
+        return None if place.late else self._truth(guard, place.counts, work)
+
+    def moments(self, state: str, event: str | None = None) -> tuple[Place, ...]:
+        """The places after a state's action has run (with this event), before the transition."""
+        places = self._moments.get((state, event))
+        if places is None:
+            places = self._moments[state, event] = tuple(dict.fromkeys(self._stand(state, event)))
+        return places
+
+    def _stand(self, state: str, event: str | None) -> Iterator[Place]:
+        action = self.actions.get(state)
+        for place in self.by_state.get(state, ()):
+            if action is None or event in ALWAYS_EVENTS:
+                yield place
+            elif not self.rests(place):
+                for own_event in self.events.get(state, ()):
+                    if event is None or own_event == event:
+                        yield from (after for after, _ in self.after(place, action, own_event))
 
 
 def _reads(guard: Formula) -> tuple[int, ...]:
@@ -282,150 +377,20 @@ MAX_WORK = 150_000
 """Steps and comparisons that computing one graph may take."""
 
 
-@dataclass
-class Graph:
-    """The reachable places, and the steps between them."""
-
-    walk: Walk
-    exact: bool
-    walked: bool = True
-    """False if even the approximate graph takes too much work: then it is empty."""
-    steps: dict[Place, list[WalkStep]] = field(default_factory=dict)
-    most: tuple[float, ...] | None = None
-    """The maximum of each counter on any path; computed by `most_counts`."""
-    _moments: dict[tuple[str, str | None], tuple[Place, ...]] = field(default_factory=dict)
-
-    @property
-    def chart(self) -> Chart:
-        """The machine."""
-        return self.walk.chart
-
-    @cached_property
-    def components(self) -> tuple[dict[Place, int], int]:
-        """The strongly connected component of each place, and their number; steps lead from higher to lower ones."""
-        return components(self)
-
-    def again(self, place: Place) -> list[WalkStep]:
-        """The steps that may be taken any number of times: in an approximate graph, those that no limit counts."""
-        steps = self.steps[place]
-        if self.exact:
-            return steps
-        return [step for step in steps if all(self.walk.limits[index] is None for index in step.used)]
-
-    @cached_property
-    def by_state(self) -> dict[str, list[Place]]:
-        """The reachable states, each with its places."""
-        places: dict[str, list[Place]] = {}
-        for place in self.steps:
-            places.setdefault(place.state, []).append(place)
-        return places
-
-    def truth(self, guard: Formula, place: Place, work: Work) -> bool | None:
-        """The result of a guard at a place; None if it may be either."""
-        work.spend()
-        return None if place.late else self.walk.truth(guard, place.counts, work)
-
-    def at_rest(self) -> frozenset[Place]:
-        """Places where the action does not run: the time limit or the action's own limit is reached."""
-        walk, actions = self.walk, self.walk.actions
-        return frozenset(
-            place
-            for place in self.steps
-            if place.late or (place.state in actions and walk.used_up(place, actions[place.state]))
-        )
-
-    def moments(self, state: str, event: str | None = None) -> tuple[Place, ...]:
-        """The places after a state's action has run (with this event), before the transition."""
-        places = self._moments.get((state, event))
-        if places is None:
-            places = self._moments[state, event] = tuple(dict.fromkeys(self._stand(state, event)))
-        return places
-
-    def _stand(self, state: str, event: str | None) -> Iterator[Place]:
-        walk = self.walk
-        action = walk.actions.get(state)
-        for place in self.by_state.get(state, ()):
-            if action is None or event in ALWAYS_EVENTS:
-                yield place
-            elif not place.late and not walk.used_up(place, action):
-                for own_event in walk.events.get(state, ()):
-                    if event is None or own_event == event:
-                        yield from (after for after, _ in walk.after(place, action, own_event))
-
-
 @lru_cache(maxsize=32)
 def explore(chart: Chart) -> Graph:
     """Compute the graph of a chart."""
     for rough in (False, True):
-        graph = Graph(Walk(chart, Work(MAX_WORK), rough=rough), exact=not rough)
+        graph = Graph(chart, Work(MAX_WORK), rough=rough)
         try:
-            _walk(graph)
+            graph.walk()
         except WorkLimitError:
             continue
-        graph.walk.work = Work()
+        graph.work = Work()
         return graph
-    return Graph(Walk(chart, Work(), rough=True), exact=False, walked=False)
-
-
-def _walk(graph: Graph) -> None:
-    """Add every reachable place to a graph.
-
-    Raises:
-        WorkLimitError: the graph takes more work than allowed.
-    """
-    start = Place(graph.chart.initial, START)
-    steps = graph.steps
-    steps[start] = []
-    waiting = [start]
-    while waiting:
-        place = waiting.pop()
-        steps[place] = steps_from = graph.walk.steps(place)
-        for step in steps_from:
-            if step.dest not in steps:
-                steps[step.dest] = []
-                waiting.append(step.dest)
-
-
-def components(graph: Graph) -> tuple[dict[Place, int], int]:
-    """Number the strongly connected components, so that steps lead from higher to lower numbers.
-
-    Only steps that may be taken any number of times count. Tarjan's algorithm (1972), without recursion.
-    """
-    number: dict[Place, int] = {}
-    low: dict[Place, int] = {}
-    component: dict[Place, int] = {}
-    stack: list[Place] = []
-    count = 0
-    for root in graph.steps:
-        if root in number:
-            continue
-        work = [(root, iter(graph.again(root)))]
-        number[root] = low[root] = len(number)
-        stack.append(root)
-        while work:
-            place, steps = work[-1]
-            for step in steps:
-                dest = step.dest
-                if dest not in number:
-                    number[dest] = low[dest] = len(number)
-                    stack.append(dest)
-                    work.append((dest, iter(graph.again(dest))))
-                    break
-                if dest not in component:
-                    low[place] = min(low[place], number[dest])
-            else:
-                work.pop()
-                if work:
-                    parent = work[-1][0]
-                    low[parent] = min(low[parent], low[place])
-                if low[place] == number[place]:
-                    while True:
-                        member = stack.pop()
-                        component[member] = count
-                        if member == place:
-                            break
-                    count += 1
-    return component, count
+    graph = Graph(chart, Work(), rough=True)
+    graph.walked = False
+    return graph
 
 
 SHOWN = 12

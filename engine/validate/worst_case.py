@@ -206,8 +206,11 @@ def _seconds(ctx: CheckContext) -> Bound:
             for name, state in ctx.states.items()
             if (facts := ACTIONS.get(str(state.action))) and facts.answers_calls
         }
-        no_calls = {place for place in graph.steps if place.newest == NO_CALLS and place.state in calling}
-        rest = graph.at_rest() | no_calls
+        rest = {
+            place
+            for place in graph.steps
+            if graph.rests(place) or (place.newest == NO_CALLS and place.state in calling)
+        }
         way = heaviest(graph, lambda place, used: 0.0 if place in rest else worth.get(place.state, 0.0)) + ends
     if min(longest, way) == inf:
         return Bound(None, "`limits.episode_seconds` is not set, and not everything has a deadline")
