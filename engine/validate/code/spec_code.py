@@ -15,10 +15,9 @@ from engine.spec.added import AddedCode, Called, added_tools, spec_facts
 from engine.spec.code.entry import EntryError, names_of
 from engine.spec.text.diagnostic import DataPath
 from engine.spec.text.near import near_or_known, nearest_name
-from engine.validate.code.code_context import NamedEntry
 from engine.validate.code.code_facts import CodeFacts, Method, ReadCode
 from engine.validate.code.source import NotImported
-from engine.validate.context import CheckContext, each_source, nearest
+from engine.validate.context import CheckContext, NamedEntry, each_source, nearest
 from engine.validate.registry import Finding, rule
 from engine.validate.tools import environment_tools
 

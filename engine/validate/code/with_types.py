@@ -29,11 +29,10 @@ from engine.validate.code.annotations import (
     returns_wrong,
     scope_of,
 )
-from engine.validate.code.code_context import NamedEntry
 from engine.validate.code.code_facts import Method, ReadCode
 from engine.validate.code.source import Definition
 from engine.validate.code.spec_code import METHODS, actions, call_of, call_problems, called
-from engine.validate.context import CheckContext
+from engine.validate.context import CheckContext, NamedEntry
 from engine.validate.registry import Finding, rule
 from engine.validate.work import deadline
 
