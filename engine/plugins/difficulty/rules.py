@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from engine.plugins.difficulty.spec import DifficultySpec
-from engine.validate.context import CheckContext
+from engine.validate.context import CheckContext, without_effect
 from engine.validate.registry import Finding, rule
 
 
@@ -17,12 +17,7 @@ def difficulty_no_effect(ctx: CheckContext) -> Iterator[Finding]:
     section = None if train is None else DifficultySpec.section_of(train)
     if train is None or section is None or (why := _why(ctx, section)) is None:
         return
-    yield Finding(
-        f"`train.difficulty` has no effect: {why}",
-        ("train", "difficulty"),
-        "remove it, or change what the message names",
-        key=True,
-    )
+    yield from without_effect(ctx, [(True, "train.difficulty", why)])
 
 
 def _why(ctx: CheckContext, section: DifficultySpec) -> str | None:

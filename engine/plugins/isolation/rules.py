@@ -59,15 +59,17 @@ def no_effect(ctx: CheckContext) -> Iterator[Finding]:
             "remove `isolation`",
             key=True,
         )
-    elif of_spec.mode is None and of_spec.limits:
-        inherited = any(
+    elif (
+        of_spec.mode is None
+        and of_spec.limits
+        and not any(
             runs and spec.isolation_of(isolation, _default(ctx, path)).mode != "thread"
             for path, isolation, runs in parts
         )
-        if not inherited:
-            yield Finding(
-                f"{_names(of_spec)} cannot limit code that runs in the engine's process", ("isolation",), _PROCESS
-            )
+    ):
+        yield Finding(
+            f"{_names(of_spec)} cannot limit code that runs in the engine's process", ("isolation",), _PROCESS
+        )
 
 
 def _default(ctx: CheckContext, path: DataPath) -> str:

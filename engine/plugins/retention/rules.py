@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from engine.plugins.retention.spec import KeepSpec
-from engine.validate.context import CheckContext
+from engine.validate.context import CheckContext, without_effect
 from engine.validate.registry import Finding, rule
 
 
@@ -16,24 +16,16 @@ def keep_no_effect(ctx: CheckContext) -> Iterator[Finding]:
     if keep is None:
         return
     more = 0 if train is None else round((train.asynchrony.oversample - 1) * train.tasks_per_step)
-    options: list[tuple[str | None, str]] = []
+    key = why = ""
     if train is None or not train.samples_episodes:
         kind = "the spec has no `train`" if train is None else "`train.kind: sft` samples no episodes"
-        options.append((None, f"only a training drops episodes, and {kind}"))
+        why = f"only a training drops episodes, and {kind}"
     elif keep.sample == 1.0:
-        options.append(("sample", "it keeps every group, so nothing is dropped"))
+        key, why = "sample", "it keeps every group, so nothing is dropped"
     elif train.epochs is None and keep.steps >= train.steps:
-        options.append(("steps", f"`train.steps` is {train.steps}, so every group is kept and nothing is dropped"))
+        key, why = "steps", f"`train.steps` is {train.steps}, so every group is kept and nothing is dropped"
     elif keep.trained and not train.dynamic_sampling and train.asynchrony.max_staleness == 0 and more == 0:
+        key = "trained"
         why = "with `train.dynamic_sampling: false` and without over-sampling every group trains, so nothing is dropped"
-        options.append(("trained", why))
-    for key, why in options:
-        path = ("rollout", "keep") if key is None else ("rollout", "keep", key)
-        if ctx.written("rollout", "keep"):
-            place = path if ctx.written(*path) else ("rollout", "keep")
-            yield Finding(
-                f"`{'.'.join(place)}` has no effect: {why}",
-                place,
-                "remove it, or change what the message names",
-                key=True,
-            )
+    name = f"rollout.keep.{key}" if key and ctx.written("rollout", "keep", key) else "rollout.keep"
+    yield from without_effect(ctx, [(why != "", name, why)])

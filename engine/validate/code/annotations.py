@@ -60,7 +60,13 @@ def heads(annotation: ast.expr, scope: Scope, steps: int = 0) -> list[Head] | No
     if steps > MAX_STEPS:
         return None
     if isinstance(annotation, ast.Constant):
-        return _quoted(annotation, scope, steps)
+        if annotation.value is None:
+            return [Head(name="None", arguments=(), scope=scope)]
+        try:
+            quoted = ast.parse(annotation.value, mode="eval").body if isinstance(annotation.value, str) else None
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
+            return None
+        return None if quoted is None else heads(quoted, scope, steps + 1)
     if isinstance(annotation, ast.BinOp) and isinstance(annotation.op, ast.BitOr):
         return _all([annotation.left, annotation.right], scope, steps)
     arguments: Sequence[ast.expr] = ()
@@ -90,16 +96,6 @@ def heads(annotation: ast.expr, scope: Scope, steps: int = 0) -> list[Head] | No
         inner = heads(arguments[0], scope, steps + 1)
         return None if inner is None else [*inner, Head(name="None", arguments=(), scope=scope)]
     return [Head(name=_PLAIN.get(name, name), arguments=arguments, scope=scope)]
-
-
-def _quoted(annotation: ast.Constant, scope: Scope, steps: int) -> list[Head] | None:
-    if annotation.value is None:
-        return [Head(name="None", arguments=(), scope=scope)]
-    try:
-        inner = ast.parse(annotation.value, mode="eval").body if isinstance(annotation.value, str) else None
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return None
-    return None if inner is None else heads(inner, scope, steps + 1)
 
 
 def _all(annotations: Sequence[ast.expr], scope: Scope, steps: int) -> list[Head] | None:
@@ -134,7 +130,11 @@ def _head_excludes(head: Head, value: Any, steps: int) -> bool:
     if head.definition is not None:
         return False
     if head.name == "Literal":
-        return _literal_excludes(head.arguments, value)
+        try:
+            listed = [ast.literal_eval(item) for item in head.arguments]
+        except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+            return False
+        return not any(type(item) is type(value) and item == value for item in listed)
     accepts = _VALUES.get(head.name)
     if accepts is None:
         return False
@@ -153,14 +153,6 @@ def _head_excludes(head: Head, value: Any, steps: int) -> bool:
         keys = any(excludes(inside[0], key, head.scope, steps + 1) for key in value)
         return keys or any(excludes(inside[1], item, head.scope, steps + 1) for item in value.values())
     return False
-
-
-def _literal_excludes(arguments: Sequence[ast.expr], value: Any) -> bool:
-    try:
-        listed = [ast.literal_eval(item) for item in arguments]
-    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-        return False
-    return not any(type(item) is type(value) and item == value for item in listed)
 
 
 def _is(*kinds: type) -> Callable[[Any], bool]:

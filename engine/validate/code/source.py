@@ -469,8 +469,9 @@ def member(definition: Definition, name: str, sources: Sources) -> Definition | 
             return "unknown"  # a method sets it on its object
         if name in bound_names(item.node.body):
             method = inside(item, name)
-            if _is_stub(item, method):
-                continue
+            is_protocol = any(last_name(base) == "Protocol" for base in item.node.bases)
+            if is_protocol and method is not None and all(map(_is_no_code, method.node.body)):
+                continue  # it is only declared
             certain = family.complete or item.node is definition.node
             if method is None or not certain or isinstance(method.node, ast.ClassDef):
                 return "unknown"
@@ -478,14 +479,10 @@ def member(definition: Definition, name: str, sources: Sources) -> Definition | 
     return "missing" if family.complete else "unknown"
 
 
-def _is_stub(owner: Definition, method: Definition | None) -> bool:
-    """Whether a member is only declared, by a `Protocol`."""
-    assert isinstance(owner.node, ast.ClassDef)
-    if method is None or not any(last_name(item) == "Protocol" for item in owner.node.bases):
-        return False
-    return all(
-        isinstance(item, ast.Pass) or (isinstance(item, ast.Expr) and isinstance(item.value, ast.Constant))
-        for item in method.node.body
+def _is_no_code(statement: ast.stmt) -> bool:
+    """Whether a statement is `pass`, `...` or a docstring."""
+    return isinstance(statement, ast.Pass) or (
+        isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
     )
 
 

@@ -343,7 +343,13 @@ def call_problems(ctx: CheckContext, thing: CodeFacts, call: Called) -> Iterator
         for key in unknown:
             yield Finding(f"`{use}` takes no argument `{key}`", (*call.path_with, key), nearest(key, known), key=True)
         with_ = {key: value for key, value in with_.items() if key in accepted}
-    missing = _missing(signature, len(arguments), with_)
+    missing = [  # what `with` could supply, after the positional arguments
+        item.name
+        for index, item in enumerate(signature.parameters.values())
+        if item.default is item.empty
+        and (item.kind is item.KEYWORD_ONLY or (item.kind is item.POSITIONAL_OR_KEYWORD and index >= len(arguments)))
+        and item.name not in with_
+    ]
     misspelled = {nearest_name(key, missing, cutoff=0.5) for key in unknown}
     missing = [name for name in missing if name not in misspelled]
     for name in missing:
@@ -353,17 +359,6 @@ def call_problems(ctx: CheckContext, thing: CodeFacts, call: Called) -> Iterator
         yield Finding(
             f"`{use}` cannot be called: {problem}", call.path, f"it is called with ({', '.join([*arguments, *with_])})"
         )
-
-
-def _missing(signature: inspect.Signature, given: int, with_: Mapping[str, Any]) -> list[str]:
-    """Required arguments that are missing and that `with` could supply, after the `given` positional ones."""
-    return [
-        item.name
-        for index, item in enumerate(signature.parameters.values())
-        if item.default is item.empty
-        and (item.kind is item.KEYWORD_ONLY or (item.kind is item.POSITIONAL_OR_KEYWORD and index >= given))
-        and item.name not in with_
-    ]
 
 
 def _binding(signature: inspect.Signature | None, positional: tuple[str, ...], named: Mapping[str, Any]) -> str | None:

@@ -23,7 +23,6 @@ from engine.validate.code.annotations import (
     TOOL_RESULT,
     TOOLS,
     USER_TURN,
-    Scope,
     Wanted,
     excludes,
     returns_wrong,
@@ -66,20 +65,17 @@ def with_type(ctx: CheckContext) -> Iterator[Finding]:
                 continue
             if any(reference[: len(path)] == path for reference in ctx.loaded.references):
                 continue  # an environment variable gave it, or a part of it: it may be another value elsewhere
-            if excludes(parameter.annotation, value, scope) and not _like_default(parameter, value, scope):
+            default = parameter.default  # `limit: int = None` is common: values of the default's type are right too
+            is_like_default = isinstance(default, ast.Constant) and type(default.value) is type(value)
+            if excludes(parameter.annotation, value, scope) and not (
+                is_like_default and excludes(parameter.annotation, default.value, scope)
+            ):
                 wanted = ast.unparse(parameter.annotation).strip("'\"")
                 yield Finding(
                     f"`{call.use}` takes `{key}: {short(wanted)}`; it is {_shown(value)}",
                     (*call.path_with, key),
                     _fix(wanted, value),
                 )
-
-
-def _like_default(parameter: inspect.Parameter, value: Any, scope: Scope) -> bool:
-    """Whether a value has the type of a default that the annotation excludes too: `limit: int = None` is common."""
-    default = parameter.default
-    alike = isinstance(default, ast.Constant) and type(default.value) is type(value)
-    return alike and excludes(parameter.annotation, default.value, scope)
 
 
 def _shown(value: Any) -> str:

@@ -20,7 +20,7 @@ from itertools import chain, islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from msgspec.structs import replace
 
@@ -306,10 +306,7 @@ class Listing:
         Raises:
             StoreError: there is no such run or task.
         """
-        rows = self._of(run, "task_id", task)
-        if not rows:
-            raise StoreError(f"{run} has no task `{task}`")
-        return rows
+        return self._of(run, "task", task)
 
     def row(self, run: str, episode: str) -> Row:
         """Return one episode.
@@ -317,22 +314,22 @@ class Listing:
         Raises:
             StoreError: there is no such run or episode.
         """
-        rows = self._of(run, "id", episode)
-        if not rows:
-            raise StoreError(f"{run} has no episode `{episode}`")
-        return rows[0]
+        return self._of(run, "episode", episode)[0]
 
-    def _of(self, run: str, column: str, value: str) -> list[Row]:
-        """The episodes of a run with a value in a column, in order."""
+    def _of(self, run: str, what: Literal["task", "episode"], id: str) -> list[Row]:
+        """The episodes of a task, or one episode. Raises: StoreError: there is none."""
         with self._lock:
             source = self._number(run)
             self._refresh()
             # a task's episodes are next to each other in the index of the order
-            place = "task_index = (SELECT position FROM tasks WHERE id = ?1) AND " if column == "task_id" else ""
-            query = f"SELECT e.number FROM episodes e WHERE {place}{column} = ?1 ORDER BY {', '.join(_TAIL)}"
+            of_task = "task_index = (SELECT position FROM tasks WHERE id = ?1) AND task_id = ?1"
+            where = of_task if what == "task" else "id = ?1"
+            query = f"SELECT e.number FROM episodes e WHERE {where} ORDER BY {', '.join(_TAIL)}"
             with self._stores[source][1].snapshot() as connection:
-                numbers = [number for (number,) in connection.execute(query, (value,))]
-            return self._rows([(source, number) for number in numbers])
+                keys = [(source, number) for (number,) in connection.execute(query, (id,))]
+            if not keys:
+                raise StoreError(f"{run} has no {what} `{id}`")
+            return self._rows(keys)
 
     def neighbours(
         self,
