@@ -119,7 +119,10 @@ class Graph:
         self.settled = {key: group[0].dest for key, group in self.edges.items() if group and group[0].guard is ALWAYS}
         self.actions = dict(chart.actions)
         self.events = dict(chart.events)
-        self.caps = START if rough else _caps(chart)
+        guards = [] if rough else [edge.guard for _, group in chart.edges for edge in group]
+        compared = ([abs(value) for guard in guards for value in guard.thresholds(name)] for name in _VARIABLES)
+        self.caps = tuple(max((int(value) + 2 for value in values if value < 1000), default=0) for values in compared)
+        """For counters without a limit: a value above all with which guards compare them."""
         self.late_matters = not rough and any(
             edge.guard is not ALWAYS for (_, event), group in chart.edges if event in ALWAYS_EVENTS for edge in group
         )
@@ -222,7 +225,10 @@ class Graph:
         """The result of a guard, computed once for each value of the counters that it reads; counted as `work`."""
         cached = self._guards.get(id(guard))
         if cached is None:  # keeping the guard prevents that another object gets its id
-            cached = self._guards[id(guard)] = (guard, _reads(guard), {})
+            sampled = "tokens.sampled" in guard.reads
+            counters = enumerate(_VARIABLES)
+            reads = tuple(index for index, name in counters if name in guard.reads or (sampled and index == TURNS))
+            cached = self._guards[id(guard)] = (guard, reads, {})
         _, reads, truths = cached
         key = tuple(counts[index] for index in reads)
         if key not in truths:
@@ -327,12 +333,6 @@ class Graph:
                         yield from (after for after, _ in self.after(place, action, own_event))
 
 
-def _reads(guard: Formula) -> tuple[int, ...]:
-    """The counters on which a guard's result depends."""
-    sampled = "tokens.sampled" in guard.reads
-    return tuple(index for index, name in enumerate(_VARIABLES) if name in guard.reads or (sampled and index == TURNS))
-
-
 def _blind(group: Iterable[Edge]) -> tuple[Edge, ...]:
     """Transitions whose guards may have either result, each destination once."""
     edges: dict[str, Edge] = {}
@@ -341,18 +341,6 @@ def _blind(group: Iterable[Edge]) -> tuple[Edge, ...]:
             return (*edges.values(), edge)
         edges.setdefault(edge.dest, Edge(edge.dest, UNKNOWN))
     return tuple(edges.values())
-
-
-def _caps(chart: Chart) -> Counts:
-    """For counters without a limit: a value above all that guards compare them with. Larger values behave the same."""
-    guards = [edge.guard for _, group in chart.edges for edge in group]
-    return tuple(
-        max(
-            (int(abs(value)) + 2 for guard in guards for value in guard.thresholds(name) if abs(value) < 1000),
-            default=0,
-        )
-        for name in _VARIABLES
-    )
 
 
 def _ranges(chart: Chart, counts: Counts, caps: Counts, *, rough: bool) -> dict[str, tuple[float, float]]:

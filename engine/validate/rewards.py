@@ -312,9 +312,13 @@ def unknown_name(ctx: CheckContext) -> Iterator[Finding]:
             for index, name in enumerate(listed)
         ]
     code = code_names(ctx) if named and _code_may_reward(ctx) else WrittenNames()
-    names = _spec_rewards(ctx) | code.texts
+    scorer = ctx.spec.rewards.scorer
+    names = {REWARD, *code.texts, *([scorer.name] if scorer is not None else [])}
+    names |= {name for facts in spec_facts(ctx.spec) for name in facts.rewards}
+    names |= {mark.reward for _, user in ctx.users for mark in user.marks if mark.reward is not None}
+    names |= {event.name for _, event in _mark_events(ctx) if event.name is not None}
     for path, name in named:
-        if code.other_rewards or name in names or name == REWARD or _written(ctx, name):
+        if code.other_rewards or name in names or _written(ctx, name):
             continue
         if _code_may_reward(ctx) or "credit" in path:  # without any such code, `rewards.unpayable` reports a rule
             near = nearest_name(name, sorted(item for item in names if item.isidentifier()))
@@ -324,15 +328,6 @@ def unknown_name(ctx: CheckContext) -> Iterator[Finding]:
                 path,
                 f"did you mean `{near}`?" if near else "check its name in the code that writes it",
             )
-
-
-def _spec_rewards(ctx: CheckContext) -> set[str]:
-    """The names of rewards that the spec's scorer and marks write."""
-    scorer = ctx.spec.rewards.scorer
-    names = {REWARD, *([scorer.name] if scorer is not None else [])}
-    names |= {name for facts in spec_facts(ctx.spec) for name in facts.rewards}
-    names |= {mark.reward for _, user in ctx.users for mark in user.marks if mark.reward is not None}
-    return names | {event.name for _, event in _mark_events(ctx) if event.name is not None}
 
 
 @rule("rewards.credit-needs", "warning", "the credit method needs values or states that the spec does not give")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from engine.errors import SpecError
 from engine.schemas.tasks import PLUGIN_KEYS, all_sources
@@ -23,13 +23,9 @@ MAX_SCANS = 256
 """Sources whose results a process keeps."""
 
 
-class _Scan(NamedTuple):
-    """What reading the rows of a source gives."""
-
-    bad: Diagnostic | None
-    """The problem of the first bad row. The very first row is left to `tasks.unreadable`."""
-    checked: str
-    """Which rows are checked, if not all of them, with their verb."""
+_Scan = tuple[Diagnostic | None, str]
+"""The problem of the first bad row (the very first one is left to `tasks.unreadable`), and which rows are checked, with
+their verb; empty: all."""
 
 
 _scans: dict[tuple[Any, ...], _Scan] = {}
@@ -48,7 +44,7 @@ def _scan(ctx: CheckContext) -> _Scan:
         return _scan_rows(ctx.loaded)
     files = [(str(file), file.stat()) for file in row_files(ctx.loaded)]
     if sum(status.st_size for _, status in files) > LARGEST:
-        return _Scan(None, "the first row is")
+        return None, "the first row is"
     needs = (spec.tasks, spec.prompt, sorted(spec.users), spec.environment is None)
     key = (repr(needs), *((file, status.st_mtime_ns, status.st_size) for file, status in files))
     if key not in _scans:
@@ -65,25 +61,23 @@ def _scan_rows(loaded: LoadedSpec) -> _Scan:
     try:
         for index, row in enumerate(rows_of(loaded, most if spec.limit == most else most + 1)):
             if index == most:
-                return _Scan(None, f"the first {MAX_ROWS:,} rows are")
+                return None, f"the first {MAX_ROWS:,} rows are"
             task = task_of(row, index, spec, loaded)
             if task.id in seen:
-                return _Scan(
-                    Diagnostic(
-                        "tasks.row",
-                        "error",
-                        f"rows {seen[task.id]} and {row.number} share the id `{task.id}`",
-                        "name a field of unique values under `tasks.id`, or leave it out",
-                        row.origin or loaded.origin(("tasks", "id")),
-                        ("tasks", "id"),
-                    ),
-                    "",
+                same_id = Diagnostic(
+                    "tasks.row",
+                    "error",
+                    f"rows {seen[task.id]} and {row.number} share the id `{task.id}`",
+                    "name a field of unique values under `tasks.id`, or leave it out",
+                    row.origin or loaded.origin(("tasks", "id")),
+                    ("tasks", "id"),
                 )
+                return same_id, ""
             seen[task.id] = row.number
     except SpecError as error:
         is_first = spec.source == "inline" or not seen
-        return _Scan(None if is_first else error.diagnostics[0], "")
-    return _Scan(None, "")
+        return None if is_first else error.diagnostics[0], ""
+    return None, ""
 
 
 @rule("tasks.unreadable", "error", "the task source does not exist, or its first rows cannot become tasks")
@@ -111,7 +105,7 @@ def task_rows(ctx: CheckContext) -> Iterator[Finding]:
         if tasks.source == "parquet":
             yield from _columns(ctx, row_files(ctx.loaded))
             return
-        diagnostic = _scan(ctx).bad
+        diagnostic, _ = _scan(ctx)
     except (SpecError, OSError):
         return  # `tasks.unreadable` reports it
     if diagnostic is not None:
@@ -152,7 +146,7 @@ def not_read(ctx: CheckContext) -> Iterator[Finding]:
     if tasks.source not in ("jsonl", "csv", "inline") or (tasks.limit or LARGEST) <= MAX_ROWS:
         return
     try:
-        checked = _scan(ctx).checked
+        _, checked = _scan(ctx)
     except (SpecError, OSError):
         return  # `tasks.unreadable` reports it
     if checked:

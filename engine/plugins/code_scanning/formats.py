@@ -44,7 +44,16 @@ def as_sarif(reports: Sequence[Report]) -> str:
                 {
                     "tool": {"driver": driver},
                     "columnKind": "unicodeCodePoints",
-                    "results": [_result(item, rules.index(item.rule)) for item in found],
+                    "results": [
+                        {
+                            "ruleId": item.rule,
+                            "ruleIndex": rules.index(item.rule),
+                            "level": _LEVELS[item.severity],
+                            "message": {"text": _plain(item.message + (f"\n{item.fix}" if item.fix else ""))},
+                            "locations": [_location(item)],
+                        }
+                        for item in found
+                    ],
                     "invocations": [invocation],
                 }
             ],
@@ -67,17 +76,6 @@ def _rule(rule: str) -> dict[str, Any]:
         "shortDescription": {"text": page.about},
         "help": {"text": page.text, "markdown": page.text},
         "defaultConfiguration": {"level": _LEVELS[page.severity]},
-    }
-
-
-def _result(item: Diagnostic, index: int) -> dict[str, Any]:
-    fix = f"\n{item.fix}" if item.fix else ""
-    return {
-        "ruleId": item.rule,
-        "ruleIndex": index,
-        "level": _LEVELS[item.severity],
-        "message": {"text": _plain(f"{item.message}{fix}")},
-        "locations": [_location(item)],
     }
 
 

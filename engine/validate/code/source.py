@@ -335,7 +335,16 @@ def _parse(file: Path, name: str, changed: int, size: int) -> Module | SyntaxErr
     calls = [node for node in nodes if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "setattr"]
     patched |= {call.args[0].id for call in calls if call.args and isinstance(call.args[0], ast.Name)}
     bindings: dict[str, list[ast.stmt]] = {}
-    for statement in _statements(tree.body):
+    top_level = [
+        statement
+        for item in tree.body
+        for statement in (
+            item.body
+            if isinstance(item, ast.If) and not item.orelse and last_name(item.test) == "TYPE_CHECKING"
+            else [item]
+        )
+    ]
+    for statement in top_level:
         for bound in dict.fromkeys(bound_names([statement])):
             bindings.setdefault(bound, []).append(statement)
     return Module(
@@ -347,14 +356,6 @@ def _parse(file: Path, name: str, changed: int, size: int) -> Module | SyntaxErr
         bindings=bindings,
         changed=frozenset(declared | patched),
     )
-
-
-def _statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
-    for statement in body:
-        if isinstance(statement, ast.If) and not statement.orelse and last_name(statement.test) == "TYPE_CHECKING":
-            yield from statement.body
-        else:
-            yield statement
 
 
 def is_closed(tree: ast.Module) -> bool:

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from engine.actions.facts import ACTIONS, SCORERS
 from engine.given import gone, is_given
 from engine.moved_names import new_name
-from engine.spec.added import AddedCode, Called, added_tools, spec_facts
+from engine.spec.added import Called, added_tools, spec_facts
 from engine.spec.code.entry import EntryError, names_of
 from engine.spec.text.diagnostic import DataPath
 from engine.spec.text.near import near_or_known, nearest_name
@@ -106,7 +106,15 @@ def fits_the_calls(ctx: CheckContext) -> Iterator[Finding]:
         if thing is None:
             continue
         if item.added is not None:
-            yield from _added(ctx, item, item.added, thing)
+            call = call_of(item, *item.added.takes)
+            with_ = {**dict.fromkeys(item.added.keywords), **call.with_}
+            yield from _function(ctx, thing, replace(call, with_=with_))
+            if item.added.awaited and thing.kind == "function" and thing.awaited is False:
+                yield Finding(
+                    f"`{item.entry.use}` is not a coroutine function, so it cannot be cancelled at a limit",
+                    (*item.path, "use"),
+                    item.added.awaited,
+                )
         elif item.role == "scorer":
             yield from _function(ctx, thing, call_of(item, "view"))
         else:
@@ -214,18 +222,6 @@ def _tool(ctx: CheckContext, item: NamedEntry, thing: CodeFacts) -> Iterator[Fin
     if thing.kind in ("class", "function") and (problem := thing.tool_problem(called_as)) is not None:
         message, _, fix = problem.partition("; ")
         yield Finding(message, use, fix or None)
-
-
-def _added(ctx: CheckContext, item: NamedEntry, added: AddedCode, thing: CodeFacts) -> Iterator[Finding]:
-    """Check the function that is a part of a plugin."""
-    call = call_of(item, *added.takes)
-    yield from _function(ctx, thing, replace(call, with_={**dict.fromkeys(added.keywords), **call.with_}))
-    if added.awaited and thing.kind == "function" and thing.awaited is False:
-        yield Finding(
-            f"`{item.entry.use}` is not a coroutine function, so it cannot be cancelled at a limit",
-            (*item.path, "use"),
-            added.awaited,
-        )
 
 
 def _function(ctx: CheckContext, thing: CodeFacts, call: Called) -> Iterator[Finding]:

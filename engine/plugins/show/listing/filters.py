@@ -448,7 +448,13 @@ def _context(
         if "facts" in names:
             context["facts"] = from_json(row["facts"])
         if "outcome" in names:
-            context["outcome"] = _outcome(row)
+            context["outcome"] = {
+                **{name: row[name] or "" for name in ("state", "event", "limit", "failure", "blame")},
+                "solved": bool(row["solved"]),
+                "solved_turn": -1 if row["solved_turn"] is None else row["solved_turn"],
+                "reward": float("nan") if row["reward"] is None else row["reward"],
+                "rewards": from_json(row["rewards"]),
+            }
     if "facts" in names:
         context["facts"] = {**context["facts"], **contents.review_facts(row["id"])}
     if "limits" in names:
@@ -463,16 +469,6 @@ def _context(
     if "run" in names:
         context["run"] = {**constants["run"], "step": row["step"]}
     return context
-
-
-def _outcome(row: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        **{name: row[name] or "" for name in ("state", "event", "limit", "failure", "blame")},
-        "solved": bool(row["solved"]),
-        "solved_turn": -1 if row["solved_turn"] is None else row["solved_turn"],
-        "reward": float("nan") if row["reward"] is None else row["reward"],
-        "rewards": from_json(row["rewards"]),
-    }
 
 
 def _episode(number: int, row: Mapping[str, Any], contents: Contents) -> dict[str, Any]:
