@@ -74,13 +74,13 @@ def show(
 
     with errors_exit(USAGE), collections_paused():
         from engine.plugins.show.listing.sources import find
-        from engine.plugins.show.show_list import Selection, show_list
+        from engine.plugins.show.show_list import show_list
 
         folder = find(run, out)
         if episode is None:
             if tokens or attempt is not None:
                 wrong_usage("--tokens and --attempt need an EPISODE")
-            show_list(folder, Selection(filter, text, sort, limit, failed, score), json=json)
+            show_list(folder, filter=filter, text=text, sort=sort, limit=limit, failed=failed, score=score, json=json)
             return
         for option, value in (("--filter", filter), ("--text", text), ("--sort", sort), ("--failed", failed)):
             if value:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,59 +23,51 @@ from engine.terminal import echo_json
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from engine.plugins.show.listing.rows import Page, Row
+    from engine.plugins.show.listing.rows import Cause, Page, Row
 
 _NAMES = 3
 """Maximum number of rewards that have a column of their own."""
 
 
-@dataclass(frozen=True, slots=True)
-class Selection:
-    """Which episodes are shown; see the options of `engine show`."""
-
-    filter: str | None = None
-    text: str | None = None
-    sort: str | None = None
-    limit: int = 100
-    failed: bool = False
-    score: str | None = None
-
-    @property
-    def expression(self) -> str | None:
-        """The filter, with `--failed`."""
-        if not self.failed:
-            return self.filter
-        failed = 'outcome.failure != ""'
-        return f"({self.filter}) && {failed}" if self.filter else failed
-
-
-def show_list(folder: Path, chosen: Selection, *, json: bool) -> None:
-    """Print the episodes of a run or a training.
+def show_list(
+    folder: Path,
+    *,
+    filter: str | None,
+    text: str | None,
+    sort: str | None,
+    limit: int,
+    failed: bool,
+    score: str | None,
+    json: bool,
+) -> None:
+    """Print the episodes of a run or a training that the options of `engine show` choose.
 
     Raises:
         StoreError: it cannot be read, or the filter or the sort key is not valid.
     """
-    if chosen.score is not None and (chosen.filter or chosen.sort or json):
+    if score is not None and (filter or sort or json):
         wrong_usage("--filter, --sort and --json use the run's own rewards; leave out --score")
     training = is_training(folder)
     console = make_console()
     with Listing([folder]) as listing:
-        expression = chosen.expression
-        only_training = training and "run." not in (expression or "")
+        if failed:
+            failure = 'outcome.failure != ""'
+            filter = f"({filter}) && {failure}" if filter else failure
+        only_training = training and "run." not in (filter or "")
         if only_training:  # else evaluations would stand among the episodes of the training
-            expression = f"!run.evaluation && ({expression})" if expression else "!run.evaluation"
-        sort = chosen.sort or ("-step" if training else "order")
+            filter = f"!run.evaluation && ({filter})" if filter else "!run.evaluation"
+        sort = sort or ("-step" if training else "order")
         page = listing.page(
-            expression,
-            chosen.text,
+            filter,
+            text,
             sort.removeprefix("-"),
             sort.startswith("-"),
             0,
-            2**31 if chosen.score is not None else chosen.limit,
+            2**31 if score is not None else limit,
         )
-        totals = listing.totals(expression, chosen.text)
-        if chosen.score is not None:
-            page, totals = _rescored(listing, page, chosen)
+        totals = listing.totals(filter, text)
+        if score is not None:
+            page, totals = _rescored(listing, page, score)
         if json:
             echo_json(
                 {
@@ -84,20 +76,21 @@ def show_list(folder: Path, chosen: Selection, *, json: bool) -> None:
                     "skipped": page.skipped,
                     "dropped": listing.store(listing.sources[0].key).dropped().episodes,
                     "rows": [row.plain() for row in page.rows],
-                    "causes": [cause.plain() for cause in listing.causes(expression, chosen.text)],
+                    "causes": [cause.plain() for cause in listing.causes(filter, text)],
                 }
             )
             return
-        _head(console, folder, listing, chosen)
+        _head(console, folder, listing, score)
         if page.rows:
-            console.print(_table(page.rows[: chosen.limit], listing, many=training and not only_training))
-        _foot(console, folder, listing, page, totals, chosen, expression)
+            console.print(_table(page.rows[:limit], listing, many=training and not only_training))
+        causes = listing.causes(filter, text) if score is None else []
+        _foot(console, folder, listing, page, totals, causes, limit, score)
 
 
-def _rescored(listing: Listing, page: Page, chosen: Selection) -> tuple[Page, Totals]:
+def _rescored(listing: Listing, page: Page, score: str) -> tuple[Page, Totals]:
     """The same episodes with the results of a score; those that the score does not have are left out."""
     (source, *_) = listing.sources
-    results = {row.id: row for row in listing.store(source.key).episodes(chosen.score)}
+    results = {row.id: row for row in listing.store(source.key).episodes(score)}
     rows = [
         replace(
             row,
@@ -120,11 +113,11 @@ def _rescored(listing: Listing, page: Page, chosen: Selection) -> tuple[Page, To
     )
 
 
-def _head(console: Console, folder: Path, listing: Listing, chosen: Selection) -> None:
+def _head(console: Console, folder: Path, listing: Listing, score: str | None) -> None:
 
     source = listing.sources[0]
     place = f" · {source.status} · {listing.store(source.key).shards_only or folder}" + (
-        f" · score {chosen.score}" if chosen.score else ""
+        f" · score {score}" if score else ""
     )
     if not is_training(folder):
         console.print(Text.assemble((listing.store(source.key).run_id, "bold"), place), soft_wrap=True)
@@ -210,11 +203,12 @@ def _foot(
     listing: Listing,
     page: Page,
     totals: Totals,
-    chosen: Selection,
-    expression: str | None,
+    causes: Sequence[Cause],
+    limit: int,
+    score: str | None,
 ) -> None:
-    if page.total > chosen.limit:
-        console.print(f"… and {page.total - chosen.limit} more: --limit {page.total} shows them")
+    if page.total > limit:
+        console.print(f"… and {page.total - limit} more: --limit {page.total} shows them")
     line = f"{totals.done} of {totals.episodes} episodes done"
     if totals.done:
         line += f" · mean reward {totals.reward or 0.0:.3f} · {totals.solved} solved · {totals.failed} failed"
@@ -226,15 +220,14 @@ def _foot(
             style="yellow",
             soft_wrap=True,
         )
-    if chosen.score is None:
-        for cause in [cause for cause in listing.causes(expression, chosen.text) if cause.failure][:5]:
-            message = " ".join((cause.message or "").split())
-            shown = message if len(message) <= 160 else f"{message[:159]}…"
-            console.print(f"{cause.count} × {cause.failure} ({cause.blame}): {shown}", style="red", soft_wrap=True)
+    for cause in [cause for cause in causes if cause.failure][:5]:
+        message = " ".join((cause.message or "").split())
+        shown = message if len(message) <= 160 else f"{message[:159]}…"
+        console.print(f"{cause.count} × {cause.failure} ({cause.blame}): {shown}", style="red", soft_wrap=True)
     store = listing.store(listing.sources[0].key)
     if dropped := dropped_words(store):
         console.print(dropped, style="yellow", soft_wrap=True)
-    labels = [head.label for head in store.scores() if head.label != chosen.score]
+    labels = [head.label for head in store.scores() if head.label != score]
     if labels:
         console.print(f"Other scores: --score {' | '.join(labels)}", style="dim", soft_wrap=True)
     done = [row for row in page.rows if row.status == "done"]
