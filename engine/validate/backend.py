@@ -18,7 +18,14 @@ from engine.validate.registry import Finding, rule
 @rule("backend.unsupported-sampling", "error", "a sampling parameter that the backend does not have")
 def unsupported_sampling(ctx: CheckContext) -> Iterator[Finding]:
     """`sampling` of the policy and of each model-played role, against the capabilities of its backend."""
-    for backend, sampling, path in _sampled(ctx):
+    sampled: list[tuple[BackendBase, SamplingParams, DataPath]] = [
+        (ctx.spec.backend, ctx.spec.sampling, ("sampling",)),
+        *(
+            (role.served_by(ctx.spec), role.spec.sampling, (*path, "sampling"))
+            for path, role in played_roles(ctx.spec).items()
+        ),
+    ]
+    for backend, sampling, path in sampled:
         for name in backend.unsupported(sampling):
             kinds = [
                 kind.kind_name()
@@ -39,17 +46,6 @@ def unsupported_sampling(ctx: CheckContext) -> Iterator[Finding]:
             )
         if (conflict := backend.conflict(sampling)) is not None:
             yield Finding(conflict, path, "remove one of them")
-
-
-def _sampled(ctx: CheckContext) -> list[tuple[BackendBase, SamplingParams, DataPath]]:
-    """Each backend with the sampling parameters that it is sent, and their path."""
-    return [
-        (ctx.spec.backend, ctx.spec.sampling, ("sampling",)),
-        *(
-            (role.served_by(ctx.spec), role.spec.sampling, (*path, "sampling"))
-            for path, role in played_roles(ctx.spec).items()
-        ),
-    ]
 
 
 @rule("role.no-player", "error", "nothing is installed that lets a model play a user or a judge")

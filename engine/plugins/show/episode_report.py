@@ -57,9 +57,21 @@ _SHOWN = 100_000
 
 def print_finished(console: Console, store: RunReader, trajectory: Trajectory, row: EpisodeRow) -> None:
     """Print a finished episode of a run."""
-    outcome = trajectory.outcome
-    word = outcome_word(row.failure, row.blame, row.limit, row.solved, row.event or "")
-    console.print(Text.assemble((trajectory.episode_id, "bold"), f" · {word}", _rest(trajectory, row)))
+    outcome, counts = trajectory.outcome, trajectory.counts
+    words = [
+        outcome_word(row.failure, row.blame, row.limit, row.solved, row.event or ""),
+        f"reward {outcome.reward:+.3f}",
+        _count(len(trajectory.turns), "turn"),
+        _count(sum(turn.end - turn.start for turn in trajectory.turns), "sampled token"),
+        *([_count(spoken, "token") + " of the user's model"] if (spoken := counts.get("user_tokens")) else []),
+        _count(len(trajectory.branches), "training row") + reasons_in_words(branch_reasons(trajectory)),
+        *([f"{_count(lost, 'reply', 'replies')} not received"] if (lost := counts.get("unreceived_replies")) else []),
+        "trainable" if outcome.trainable else "not trainable",
+        f"seed {trajectory.seed}",
+    ]
+    if row.attempt:
+        words.append(f"attempt {row.attempt + 1}")
+    console.print(Text.assemble((trajectory.episode_id, "bold"), *(f" · {word}" for word in words)))
     _print_conversation(console, store, trajectory)
     if trajectory.postings:
         console.print()
@@ -97,23 +109,6 @@ def _print_conversation(console: Console, store: RunReader, trajectory: Trajecto
         _print_message(console, message, turn, files)
     for at_turn in sorted(moved):
         _print_moves(console, moved[at_turn])
-
-
-def _rest(trajectory: Trajectory, row: EpisodeRow) -> str:
-    outcome, counts = trajectory.outcome, trajectory.counts
-    words = [
-        f"reward {outcome.reward:+.3f}",
-        _count(len(trajectory.turns), "turn"),
-        _count(sum(turn.end - turn.start for turn in trajectory.turns), "sampled token"),
-        *([_count(spoken, "token") + " of the user's model"] if (spoken := counts.get("user_tokens")) else []),
-        _count(len(trajectory.branches), "training row") + reasons_in_words(branch_reasons(trajectory)),
-        *([f"{_count(lost, 'reply', 'replies')} not received"] if (lost := counts.get("unreceived_replies")) else []),
-        "trainable" if outcome.trainable else "not trainable",
-        f"seed {trajectory.seed}",
-    ]
-    if row.attempt:
-        words.append(f"attempt {row.attempt + 1}")
-    return "".join(f" · {word}" for word in words)
 
 
 def _count(number: int, thing: str, things: str = "") -> str:
