@@ -172,7 +172,7 @@ def _in_hub_cache(name: str, revision: str | None) -> Path | None:
     return snapshot if (commit or revision) and snapshot.is_dir() else None
 
 
-def read_json(path: Path, access: Access | None = None) -> dict[str, Any]:
+def read_json(path: Path, access: Access) -> dict[str, Any]:
     """Read a JSON file that contains a mapping; empty if it does not, does not exist, or may not be opened."""
     text = _text(path, access)
     if text is None:
@@ -184,16 +184,15 @@ def read_json(path: Path, access: Access | None = None) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def read_bytes(path: Path, access: Access | None = None) -> bytes | None:
+def read_bytes(path: Path, access: Access) -> bytes | None:
     """Read a regular file; None if it does not exist, is larger than `LARGEST`, or may not be opened."""
     try:
-        access = access or Access()
         return access.read(path, LARGEST) if access.is_file(path) else None
     except (OSError, ValueError):
         return None
 
 
-def _text(path: Path, access: Access | None) -> str | None:
+def _text(path: Path, access: Access) -> str | None:
     data = read_bytes(path, access)
     try:
         return None if data is None else data.decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
