@@ -27,7 +27,7 @@ from engine.tokens.image_bank import ImageBank, PixelsAhead
 from engine.tokens.images import digest_of
 from engine.tokens.loading import load_format
 from engine.tokens.vision import Vision
-from engine.tokens.vision_families import TiledSizes
+from engine.tokens.vision_families import PreparedImage, TiledSizes
 
 QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -231,12 +231,17 @@ def test_workers_scale_expected_images_to_the_same_tensors(
     vision: Vision, ahead: ImageBank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scaled_here: list[str] = []
-    make = ahead._make
-    monkeypatch.setattr(ahead, "_make", lambda digest: scaled_here.append(digest) or make(digest))  # type: ignore[func-returns-value]
+    make = vision.processing.make
     digests = shown(ahead, 20)
     ahead.expect(digests)
     wait_until(ahead._ahead._begun[digests[0]].done)
     wanted = [vision.bank.tensors(digest) for digest in shown(vision.bank, 20)]
+
+    def make_here(digest: str, data: bytes) -> PreparedImage:
+        scaled_here.append(digest)
+        return make(digest, data)
+
+    monkeypatch.setattr(vision.processing, "make", make_here)
     for digest, own in zip(digests, wanted, strict=True):
         np.testing.assert_array_equal(ahead.tensors(digest)["pixel_values"], own["pixel_values"])
     assert digests[0] not in scaled_here
