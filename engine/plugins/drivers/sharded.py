@@ -149,8 +149,8 @@ class ShardedRun(RunReader):
             return self._noted
         if any(is_held(folder) for folder in self._own().values()):
             return "running"
-        (counts,) = self._rows("SELECT count(*), sum(status = 'done') FROM episodes")
-        if counts[0] and counts[0] == counts[1]:
+        left = self._rows("SELECT 1 FROM episodes WHERE status <> 'done' LIMIT 1")  # ends at the first one
+        if not left and self._rows("SELECT 1 FROM episodes LIMIT 1"):
             return "done"
         said = RunReader(self.folder, self.header).status
         return "interrupted" if said == "done" else said

@@ -353,7 +353,7 @@ class BroadcastGroup:
     """A group in which this process has rank 0 and the processes of the servers have the others.
 
     Args:
-        name: Name of the group, as the servers are told.
+        name: The name of the group that the servers get.
         kind: The library that moves the tensors.
         host: Name or address of this host, as the servers reach it.
         port: Port of the store through which the processes find each other; None: a free one.
