@@ -84,8 +84,20 @@ def serve(
         _refuse(loaded, store, trainer, api=api, resumed=resume is not None)
     again = f"engine serve {'--api ' if api else ''}--resume {store.folder}"
 
-    open_run = partial(ServedRun, loaded, tasks, store, host=host, port=port, token=token, api=api)
-    open_run = partial(open_run, max_requests=max_requests, ahead=ahead, again=again, quiet=quiet)
+    open_run = partial(
+        ServedRun,
+        loaded,
+        tasks,
+        store,
+        host=host,
+        port=port,
+        token=token,
+        api=api,
+        max_requests=max_requests,
+        ahead=ahead,
+        again=again,
+        quiet=quiet,
+    )
     _serve(open_run, store, console, f"--host {host} --port {port}", again)
 
 
