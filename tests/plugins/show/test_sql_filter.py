@@ -14,7 +14,7 @@ from engine.errors import GuardError, StoreError
 from engine.machine.guards import Guard
 from engine.plugins.show.listing.filters import _NAMES as NAMES
 from engine.plugins.show.listing.filters import _ROW as ROW
-from engine.plugins.show.listing.filters import FROM, LISTING_VARIABLES, SqlFilter, _context
+from engine.plugins.show.listing.filters import LISTING_VARIABLES, SqlFilter, _context, tables_of
 from engine.store import database, summaries
 from engine.store.codec import json_of
 from engine.store.episode_filter import compile_filter
@@ -136,7 +136,7 @@ def test_sql_and_the_evaluator_agree(seed: int) -> None:
     parameters = {"source": 1, "step": None}
     rows = [
         dict(zip(NAMES, row, strict=True))
-        for row in connection.execute(f"SELECT {ROW} {FROM.format('episodes e')} ORDER BY e.number", parameters)
+        for row in connection.execute(f"SELECT {ROW} {tables_of('episodes e', ROW)} ORDER BY e.number", parameters)
     ]
     decided = valid = 0
     for _ in range(250):
@@ -147,7 +147,7 @@ def test_sql_and_the_evaluator_agree(seed: int) -> None:
             continue
         valid += 1
         in_sql = SqlFilter(expression, constants)
-        query = f"SELECT {in_sql.sql} {FROM.format('episodes e')} ORDER BY e.number"
+        query = f"SELECT {in_sql.sql} {tables_of('episodes e', in_sql.sql)} ORDER BY e.number"
         answers = [answer for (answer,) in connection.execute(query, parameters | in_sql.parameters)]
         decided += sum(answer is not None for answer in answers)
         for number, (row, answer) in enumerate(zip(rows, answers, strict=True), 1):

@@ -48,12 +48,21 @@ RUN = Variable(
 )
 LISTING_VARIABLES: Mapping[str, Variable] = {**EPISODE_VARIABLES, "run": RUN}
 """Variables of filters over a list of episodes."""
-FROM = (
-    "FROM {} LEFT JOIN summaries s ON s.episode = e.number AND s.attempt = e.attempt LEFT JOIN tasks t ON t.id "
-    "= e.task_id LEFT JOIN side.steps p ON p.source = :source AND p.task = e.task_id"
-)
-"""The tables of a query over the episodes of a store, to be given the first: `episodes e`. SQLite leaves out those that
-a query does not read."""
+_JOINS = {
+    "s": "summaries s ON s.episode = e.number AND s.attempt = e.attempt",
+    "t": "tasks t ON t.id = e.task_id",
+    "p": "side.steps p ON p.source = :source AND p.task = e.task_id",
+}
+
+
+def tables_of(first: str, *texts: str) -> str:
+    """The `FROM` of a query over the episodes of a store: `first` (`episodes e`), and the tables that `texts`, the rest
+    of the query, name. SQLite itself reads those that a count does not need too."""
+    return f"FROM {first}" + "".join(
+        f" LEFT JOIN {join}" for name, join in _JOINS.items() if any(re.search(rf"\b{name}\.", text) for text in texts)
+    )
+
+
 _ROW = (
     "e.id, e.task_id, e.sample_index, e.status, e.attempt, e.started, e.ended, e.trainable, e.state, e.event, "
     'e."limit", '
@@ -292,7 +301,8 @@ class Matching:
 def listed(
     number: int, source: Source, store: RunReader, side: str
 ) -> Iterator[tuple[sqlite3.Connection, dict[str, Any], Contents]]:
-    """Open a store for queries over `FROM`: the connection, the parameters of `FROM`, and the content of its episodes.
+    """Open a store for queries over `tables_of`: the connection, the parameters of its tables, and the content of its
+    episodes.
 
     Args:
         number: The number of the store in the list.
@@ -372,8 +382,8 @@ def choose(
         )
         condition += " AND said(e.number, e.attempt)"
     query = (
-        f"INSERT INTO side.chosen SELECT :source, e.number {FROM.format('episodes e')} WHERE {done} AND {condition} "
-        "ORDER BY e.number"
+        f"INSERT INTO side.chosen SELECT :source, e.number {tables_of('episodes e', condition)} WHERE {done} AND "
+        f"{condition} ORDER BY e.number"
     )
     try:
         connection.execute(query, values)
@@ -398,7 +408,7 @@ def _evaluator(
 
     def ask(number: int) -> bool:
         row = connection.execute(
-            f"SELECT {_ROW} {FROM.format('episodes e')} WHERE e.number = :number", {**parameters, "number": number}
+            f"SELECT {_ROW} {tables_of('episodes e', _ROW)} WHERE e.number = :number", {**parameters, "number": number}
         )
         scope = dict(zip(_NAMES, row.fetchone(), strict=True))
         if scope["branches"] is None and scope["status"] == "done":

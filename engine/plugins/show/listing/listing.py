@@ -26,7 +26,7 @@ from msgspec.structs import replace
 
 from engine.errors import EngineError, StoreError
 from engine.machine.guards import Guard
-from engine.plugins.show.listing.filters import FROM, LISTING_VARIABLES, Matching, choose, condition_of, listed
+from engine.plugins.show.listing.filters import LISTING_VARIABLES, Matching, choose, condition_of, listed, tables_of
 from engine.plugins.show.listing.heads import Contents, EpisodeHead, excerpts, planned_excerpts, read_head
 from engine.plugins.show.listing.rows import EPISODE, MADE, Cause, Neighbours, Page, Row, Totals, row_of
 from engine.plugins.show.listing.sources import Source, is_training, open_stores, stores_of
@@ -66,9 +66,8 @@ _SORTS: dict[str, list[str]] = {
 SORTS = (*_SORTS, "reward:NAME")
 """The names that `Listing.page` can sort by."""
 _COUNTS = (
-    "SELECT count(*), total(e.status = 'done'), total(solved), total(failure IS NOT NULL), total(failure IS NULL AND "
-    "\"limit\" IS NOT NULL), count(CASE WHEN e.status = 'done' THEN reward END), total(CASE WHEN e.status = 'done' "
-    "THEN reward END), total(({decides}) IS NULL) {}"
+    "SELECT count(*), total(e.status = 'done'), total(solved), count(failure), count(CASE WHEN failure IS NULL THEN "
+    '"limit" END), count(reward), total(reward), count(*) - count({decides}) {}'
 )
 _AT_ONCE = 4096
 """Rows of one query of `Listing._rows`."""
@@ -211,7 +210,7 @@ class Listing:
 
     def query(self, query: str, filter: str, text: str, **parameters: Any) -> list[tuple[Any, ...]]:
         """Return the rows that a query has in each store of the list, one store after another. `{}` stands for its
-        tables (`FROM`) and the condition of the list.
+        tables (`tables_of`) and the condition of the list.
 
         Raises:
             StoreError: the filter is not valid.
@@ -465,7 +464,7 @@ class Listing:
             where = f"({decides}) IS NOT FALSE"
         elif matching is not None:
             tables, where = "side.chosen c JOIN episodes e ON e.number = c.number", "c.source = :source"
-        of_list = f"{FROM.format(tables)} WHERE {where}"
+        of_list = f"{tables_of(tables, query, where, decides)} WHERE {where}"
         with listed(number, *self._stores[number], self._side) as (connection, parameters, _):
             of_filter = parameters | values
             if hidden := of_filter.keys() & more.keys():
@@ -513,7 +512,7 @@ class Listing:
             with listed(source, about, store, self._side) as (connection, parameters, contents):
                 for start in range(0, len(numbers), _AT_ONCE):
                     listing = ", ".join(map(str, numbers[start : start + _AT_ONCE]))
-                    query = f"SELECT {EPISODE} {FROM.format('episodes e')} WHERE e.number IN ({listing})"
+                    query = f"SELECT {EPISODE} {tables_of('episodes e', EPISODE)} WHERE e.number IN ({listing})"
                     for row in connection.execute(query, parameters):
                         live = contents.live(row[0], row[6]) if row[5] == "running" else {}
                         with decoding(store.path, "tasks"), damaged("the fields of a task"):
