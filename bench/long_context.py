@@ -13,6 +13,7 @@ The fake server has a core of its own; its time is not counted.
     both       sessions and routing
     images     as `text`, half of the prompt is images of 256 tokens, and each turn's tool shows one more
     screens    images, with sessions
+    all        images, with sessions and routing
 """
 
 from __future__ import annotations
@@ -49,20 +50,22 @@ SUBJECTS: dict[str, dict[str, Any]] = {
     "both": {"sessions": True, "routed_experts": True},
     "images": {},
     "screens": {"sessions": True},
+    "all": {"sessions": True, "routed_experts": True},
 }
-WITH_IMAGES = ("images", "screens")
+WITH_IMAGES = ("images", "screens", "all")
 SIDE, IMAGE_TOKENS = 448, 258
 """Pixels of an image's side, and its tokens with the two around it."""
 SHOWN = 8
 """Files of images, which are shown one after the other."""
 EXPERTS = (8, 4, 128)
 """Layers, choices of a token in each, and experts in each."""
+_LAYERS = dict(zip(("num_hidden_layers", "num_experts_per_tok", "num_experts"), EXPERTS, strict=True))
 FIRST, LAST = 24, 88
 FIGURES = ("CPU µs", "sent", "received", "written")
 
 
 def _with_images(model: Path, folder: Path, vocabulary: int) -> Path:
-    """A folder with the files of a model's tokenizer, and the configuration of one with a vision tower."""
+    """A folder with the files of a model's tokenizer, and the configuration of one with a vision tower and experts."""
     from engine.tokens.catalogue import resolve_model
 
     shutil.copytree(model, folder)
@@ -71,6 +74,8 @@ def _with_images(model: Path, folder: Path, vocabulary: int) -> Path:
         shutil.copy(tiny / name, folder / name)
     config = json.loads((tiny / "config.json").read_text())
     config["vocab_size"] = config["text_config"]["vocab_size"] = vocabulary
+    config["text_config"] |= _LAYERS
+    config["text_config"].pop("layer_types", None)
     (folder / "config.json").write_text(json.dumps(config))
     for number in range(SHOWN):
         noise = Image.effect_noise((14, 14), 40 + number).resize((SIDE, SIDE), Image.Resampling.NEAREST)
@@ -81,10 +86,8 @@ def _with_images(model: Path, folder: Path, vocabulary: int) -> Path:
 def _with_experts(model: Path, folder: Path) -> Path:
     """A folder with the files of a model, and the configuration of one with experts."""
     shutil.copytree(model, folder)
-    layers, top_k, experts = EXPERTS
-    config = {"num_hidden_layers": layers, "num_experts": experts, "num_experts_per_tok": top_k}
     path = folder / "config.json"
-    path.write_text(json.dumps({**(json.loads(path.read_text()) if path.exists() else {}), **config}))
+    path.write_text(json.dumps({**(json.loads(path.read_text()) if path.exists() else {}), **_LAYERS}))
     return folder
 
 
