@@ -50,7 +50,7 @@ def test_a_file_opens_with_its_contract(path: str) -> None:
 
 @pytest.mark.slow
 def test_a_traced_episode_runs_stations_and_leaves_alone() -> None:
-    words = [sys.executable, "bench/calls.py", "--files", "--turns", "16"]
+    words = [sys.executable, "bench/calls.py", "--files", "--turns", "4"]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
     lines = re.findall(r"^ +(each turn|once) +(\S+\.py)$", done.stdout, re.M)
     runs = {path.replace("engine/schemas/", "schemas/"): when for when, path in reversed(lines)}
