@@ -90,7 +90,16 @@ class Executor:
             clocks: Paused while no server is reachable; the episodes' clocks are added to it.
         """
         self._compiled = compiled
-        self._stages = {state: _stage(compiled, state) for state in ("", *compiled.machine.states)}
+        self._stages: dict[str, _Stage] = {}
+        for state in ("", *compiled.machine.states):
+            action = compiled.actions.get(state)
+            self._stages[state] = _Stage(
+                action,
+                ends=state in compiled.ends,
+                final=state in compiled.machine.final,
+                makes_room=state in compiled.makes_room,
+                prepares=action is not None and type(action).prepare is not Action.prepare,
+            )
         self._seconds = compiled.spec.limits.episode_seconds
         self._watch = watch
         self._filters: Sequence[Filter] = () if filters is None else filters.filters
@@ -294,15 +303,6 @@ class Executor:
         # The clock is paused between a crash and the resume, and while no server is reachable.
         episode.started = time.time() - sum(entry.seconds for entry in journal)
 
-    async def _again(self, episode: Episode, action: Action, objects: EpisodeObjects) -> Record:
-        """The record that an action gives when it is performed again, without limits, as a journal would have it."""
-        try:
-            record = action.perform(episode, objects)
-            record = self._filtered(episode, record if isinstance(record, Struct) else await record)
-            return encode_record(record if isinstance(record, Struct) else await record).record
-        except Exception as error:  # noqa: BLE001  (as in `run`)
-            return self._excused(error, episode, None)
-
     async def _call_again(self, episode: Episode, objects: EpisodeObjects, entry: JournalEntry) -> None:
         """Repeat the call of an entry, where that is needed to restore the state of the spec's objects."""
         record, action = entry.record, self._compiled.actions.get(episode.state)
@@ -317,16 +317,15 @@ class Executor:
         if isinstance(record, LimitRecord):
             raise RestartNeededError(f"{episode.id}: episode_seconds interrupted the call in {entry.state}")
         objects.repeating = record
-        again = await self._again(episode, action, objects)
+        try:  # without limits, and as a journal would have it
+            again = action.perform(episode, objects)
+            again = self._filtered(episode, again if isinstance(again, Struct) else await again)
+            again = encode_record(again if isinstance(again, Struct) else await again).record
+        except Exception as error:  # noqa: BLE001  (as in `run`)
+            again = self._excused(error, episode, None)
         objects.repeating = None
         if _comparable(again) != _comparable(record):
             raise RestartNeededError(f"{episode.id}: {entry.state} (step {entry.seq}) gives a different answer now")
-
-
-def _stage(compiled: CompiledSpec, state: str) -> _Stage:
-    action, final = compiled.actions.get(state), state in compiled.machine.final
-    prepares = action is not None and type(action).prepare is not Action.prepare
-    return _Stage(action, state in compiled.ends, final, state in compiled.makes_room, prepares)
 
 
 def _comparable(record: Record) -> Any:

@@ -148,16 +148,15 @@ class _Compiler:
         """The error for a field or key that a value does not have, with the test to write before it."""
         if not isinstance(value, Mapping):
             return EvaluationError(f"`{self.source(of)}` is {type_name(value)}; `{self.source(node)}` does not exist")
-        condition = self.source(self.condition_around(node))
+        # the largest subtree around the node that is one condition: no `&&`, `||`, `!` or `?:` stands between them
+        conditions = (
+            part
+            for part in self.tree.walk()
+            if part.start <= node.start and node.end <= part.end
+            if not (isinstance(part, Operation) and part.operator in ("&&", "||", "!", "?:"))
+        )
+        condition = self.source(next(conditions, node))
         return EvaluationError(f"`{self.source(node)}` does not exist; write `{test} && {condition}`")
-
-    def condition_around(self, part: Node) -> Node:
-        """The largest subtree around a node that is one condition: no `&&`, `||`, `!` or `?:` stands between them."""
-        for node in self.tree.walk():
-            around = node.start <= part.start and part.end <= node.end
-            if around and not (isinstance(node, Operation) and node.operator in ("&&", "||", "!", "?:")):
-                return node
-        return part
 
     def call(self, node: Call) -> Evaluate:
         if node.name == "type" and node.target is None and len(node.args) == 1:

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from math import isfinite
 from typing import Any
 
+from msgspec.structs import replace
+
 from engine.schemas.base import Struct
 
 MAX_DEPTH = 50
@@ -384,14 +386,10 @@ class _Parser:
             return MapOf(start=token.start, end=self.tokens[self.at - 1].end, items=items)
         self.take(".")  # a leading dot asks for the outermost scope; guards have only one
         name = self.expect("", "name")
-        if self.take("("):
-            return self.function(name, token.start)
-        return Name(start=token.start, end=name.end, name=name.text)
-
-    def function(self, name: _Token, start: int) -> Node:
+        if not self.take("("):
+            return Name(start=token.start, end=name.end, name=name.text)
         args = self.listed(")")
-        end = self.tokens[self.at - 1].end
         if name.text == "has" and len(args) == 1 and isinstance(args[0], Select):
-            inner = args[0]
-            return Select(start=inner.start, end=inner.end, of=inner.of, field=inner.field, test=True)
-        return Call(start=start, end=end, name=name.text, target=None, args=args)
+            return replace(args[0], test=True)
+        end = self.tokens[self.at - 1].end
+        return Call(start=token.start, end=end, name=name.text, target=None, args=args)

@@ -74,12 +74,8 @@ def sizes_of(values: Iterable[Any]) -> Sizes:
     return Sizes(length=length, nodes=most, characters=characters)
 
 
-class _Bound(Struct, frozen=True, kw_only=True):
-    """Upper bounds for a part of an expression: the work to evaluate it, and the size of its value."""
-
-    work: int
-    length: int
-    nodes: int
+_Bound = tuple[int, int, int]
+"""(work, length, nodes): upper bounds for the work to evaluate a part of an expression, and the size of its value."""
 
 
 def work_of(tree: Node, sizes: Sizes) -> int:
@@ -93,7 +89,7 @@ def work_of(tree: Node, sizes: Sizes) -> int:
         tree: From `parse`.
         sizes: Upper bounds for its variables.
     """
-    return _bound(tree, sizes, {}).work
+    return _bound(tree, sizes, {})[0]
 
 
 def is_looping(tree: Node) -> bool:
@@ -103,13 +99,14 @@ def is_looping(tree: Node) -> bool:
 
 def _bound(node: Node, sizes: Sizes, variables: Mapping[str, _Bound], level: int = 0) -> _Bound:
     if isinstance(node, Name):
-        return variables.get(node.name) or _Bound(work=1, length=sizes.length, nodes=sizes.nodes)
+        return variables.get(node.name, (1, sizes.length, sizes.nodes))
     if isinstance(node, Comprehension):
         return _loop(node, sizes, variables, level)
     parts = [_bound(child, sizes, variables, level) for child in node.children()]
-    work = 1 + sum(part.work for part in parts)
-    length = max((part.length for part in parts), default=0)
-    nodes = sum(part.nodes for part in parts) + 1
+    work = 1 + sum(work for work, _, _ in parts)
+    lengths = [length for _, length, _ in parts]
+    length = max(lengths, default=0)
+    nodes = sum(nodes for _, _, nodes in parts) + 1
     if isinstance(node, ListOf | MapOf):
         return _capped(work + nodes, max(length, len(node.items)), nodes)
     if isinstance(node, Call):
@@ -117,7 +114,7 @@ def _bound(node: Node, sizes: Sizes, variables: Mapping[str, _Bound], level: int
         work += _PATTERN_UNITS + sizes.characters // _MATCHED_PER_UNIT if node.name == "matches" else read
         return _capped(work, length, nodes)
     if isinstance(node, Operation) and node.operator in ("+", "==", "!=", "in", "<", "<=", ">", ">="):
-        joined = sum(part.length for part in parts) if node.operator == "+" else 0
+        joined = sum(lengths) if node.operator == "+" else 0
         copied = nodes if node.operator in ("+", "==", "!=", "in") else 1  # only strings and numbers are ordered
         return _capped(work + copied + sizes.characters // _CHARACTERS_PER_UNIT, joined, nodes if joined else 1)
     return _capped(work, length, nodes)
@@ -129,27 +126,26 @@ def _loop(node: Comprehension, sizes: Sizes, variables: Mapping[str, _Bound], le
     A body's work grows at least in proportion to the size of its element, so the worst list has one element that holds
     everything, and scalars otherwise.
     """
-    over = _bound(node.over, sizes, variables, level)
+    work_of_over, length, nodes = _bound(node.over, sizes, variables, level)
     if level == _MAX_NESTED_LOOPS:
-        return _Bound(work=_MAX_BOUND, length=over.length, nodes=over.nodes)
+        return _MAX_BOUND, length, nodes
     scalar, everything = (
         [_bound(body, sizes, {**variables, node.variable: element}, level + 1) for body in node.bodies]
-        for element in (_Bound(work=1, length=0, nodes=1), _Bound(work=1, length=over.nodes, nodes=over.nodes))
+        for element in ((1, 0, 1), (1, nodes, nodes))
     )
-    usual, largest = (1 + sum(body.work for body in bodies) for bodies in (scalar, everything))
-    work = 1 + over.work + over.length * usual + largest
-    if node.name == "map":
-        nodes = 1 + over.length * scalar[-1].nodes + everything[-1].nodes
-        length = max(over.length, everything[-1].length)
-    elif node.name == "filter":
-        nodes, length = over.nodes, over.length
-    else:
+    usual, largest = (1 + sum(work for work, _, _ in bodies) for bodies in (scalar, everything))
+    work = 1 + work_of_over + length * usual + largest
+    if node.name not in ("map", "filter"):
         return _capped(work, 0, 1)
-    return _capped(work + over.length * nodes // 2, length, nodes)
+    loops = length
+    if node.name == "map":
+        _, longest, largest_nodes = everything[-1]
+        nodes, length = 1 + loops * scalar[-1][2] + largest_nodes, max(loops, longest)
+    return _capped(work + loops * nodes // 2, length, nodes)
 
 
 def _capped(work: int, length: int, nodes: int) -> _Bound:
-    return _Bound(work=min(work, _MAX_BOUND), length=min(length, _MAX_BOUND), nodes=min(nodes, _MAX_BOUND))
+    return min(work, _MAX_BOUND), min(length, _MAX_BOUND), min(nodes, _MAX_BOUND)
 
 
 MAX_CHARACTERS = 4_000

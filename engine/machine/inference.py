@@ -233,17 +233,13 @@ class TypeInference:
             self._needs_bool(node.name, body, body_types)
         return LIST if node.name in ("map", "filter") else BOOL
 
-    def list_of(self, node: ListOf) -> Types:
-        for item in node.items:
-            self.types(item)
-        return LIST
-
-    def map_of(self, node: MapOf) -> Types:
+    def literal(self, node: ListOf | MapOf) -> Types:
+        is_map = isinstance(node, MapOf)
         for index, item in enumerate(node.items):
             types = self.types(item)
-            if index % 2 == 0 and types.isdisjoint(STRING | DYN):
+            if is_map and index % 2 == 0 and types.isdisjoint(STRING | DYN):
                 self.report(f"{self.typed(item, types)}; keys of maps are strings", item.start)
-        return MAP
+        return MAP if is_map else LIST
 
 
 _RULES: Mapping[type[Node], Callable[..., Types]] = {
@@ -254,6 +250,6 @@ _RULES: Mapping[type[Node], Callable[..., Types]] = {
     Call: TypeInference.call,
     Operation: TypeInference.operation,
     Comprehension: TypeInference.comprehension,
-    ListOf: TypeInference.list_of,
-    MapOf: TypeInference.map_of,
+    ListOf: TypeInference.literal,
+    MapOf: TypeInference.literal,
 }

@@ -28,7 +28,6 @@ from engine.spec.text.near import near_or_known
 
 if TYPE_CHECKING:
     from engine.schemas.episode import EpisodeSpec
-    from engine.schemas.trajectory import Blame
 
 ReadContext = Callable[[frozenset[str]], Mapping[str, Any]]
 """Builds the requested guard variables, and no others."""
@@ -64,13 +63,6 @@ class ResolvedMachine(Struct, frozen=True, kw_only=True):
     def leaving(self, source: str, trigger: str | None = None) -> list[ResolvedTransition]:
         """Return the transitions out of a state, for one event or all, in the order in which they are tried."""
         return [t for t in self.transitions if t.source == source and trigger in (None, t.trigger)]
-
-
-class UnhandledEvent(EngineError):
-    """An event occurred in a state that has no transition for it."""
-
-    kind = "unhandled_event"
-    blame: Blame = "spec"
 
 
 class Machine:
@@ -117,7 +109,8 @@ class Machine:
         """Return the next state: the destination of the first transition whose condition holds.
 
         `context` is called for each guard that is evaluated, with the names of the variables that it reads. Raises
-        UnhandledEvent if there is no such transition, and GuardError if a condition has no result for these values.
+        EngineError (kind `unhandled_event`) if there is no such transition, and GuardError if a condition has no result
+        for these values.
         """
         settled = self.settled.get((state, event))
         if settled is not None:
@@ -125,16 +118,20 @@ class Machine:
         leaving = self.resolved.leaving(state, event)
         if not leaving:
             handled = ", ".join(f"`{name}`" for name in dict.fromkeys(t.trigger for t in self.resolved.leaving(state)))
-            raise UnhandledEvent(
+            raise EngineError(
                 f"{state} does not handle `{event}`; it handles {handled or 'no event'}. "
-                f"Add a transition with trigger `{event}` and source {state}"
+                f"Add a transition with trigger `{event}` and source {state}",
+                kind="unhandled_event",
+                blame="spec",
             )
         step = SimpleNamespace(state=state)
         if not self._events[event].trigger(step, context):
             tried = "`, `".join(t.conditions or "" for t in leaving)
-            raise UnhandledEvent(
+            raise EngineError(
                 f"`{event}` in {state}: no condition of its transitions holds (`{tried}`); "
-                f"add a last one for `{event}` without `conditions`"
+                f"add a last one for `{event}` without `conditions`",
+                kind="unhandled_event",
+                blame="spec",
             )
         return str(step.state)
 

@@ -124,25 +124,19 @@ def _matches(text: str, pattern: str) -> bool:
     return bool(pc.match_substring_regex(pa.scalar(text), pattern).as_py())
 
 
-def _each(names: Iterable[str], result: str) -> Overloads:
-    """Overloads for one operand of any of these types."""
-    return {(name,): result for name in names}
-
-
-def _same(types: Iterable[str]) -> Overloads:
-    """Overloads for two operands of the same type."""
-    return {(name, name): name for name in types}
-
-
 _TWO_STRINGS: Overloads = {("string", "string"): "bool"}
+_TWO_NUMBERS: Overloads = {(name, name): name for name in NUMBERS}
+_TO_ADD: Overloads = {**_TWO_NUMBERS, ("string", "string"): "string", ("list", "list"): "list"}
+_CONVERTED = [("int",), ("double",), ("string",)]
+"""Types of the one operand of a conversion."""
 _COMPARED: Overloads = dict.fromkeys((*product(NUMBERS, NUMBERS), ("string", "string"), ("bool", "bool")), "bool")
 
 OPERATORS: Mapping[str, Function] = {
-    "+": Function(overloads=_same([*NUMBERS, "string", "list"]), compute=_arithmetic(_add)),
-    "-": Function(overloads=_same(NUMBERS), compute=_arithmetic(operator.sub)),
-    "*": Function(overloads=_same(NUMBERS), compute=_arithmetic(operator.mul)),
-    "/": Function(overloads=_same(NUMBERS), compute=_arithmetic(_divide)),
-    "%": Function(overloads=_same(["int"]), compute=lambda left, right: left - right * _divide(left, right)),
+    "+": Function(overloads=_TO_ADD, compute=_arithmetic(_add)),
+    "-": Function(overloads=_TWO_NUMBERS, compute=_arithmetic(operator.sub)),
+    "*": Function(overloads=_TWO_NUMBERS, compute=_arithmetic(operator.mul)),
+    "/": Function(overloads=_TWO_NUMBERS, compute=_arithmetic(_divide)),
+    "%": Function(overloads={("int", "int"): "int"}, compute=lambda left, right: left - right * _divide(left, right)),
     "<": Function(overloads=_COMPARED, compute=operator.lt),
     "<=": Function(overloads=_COMPARED, compute=operator.le),
     ">": Function(overloads=_COMPARED, compute=operator.gt),
@@ -154,18 +148,22 @@ NEGATION = Function(overloads={("int",): "int", ("double",): "double"}, compute=
 """The minus sign."""
 
 FUNCTIONS: Mapping[str, Function] = {
-    "size": Function(overloads=_each(["string", "list", "map"], "int"), compute=len, as_method=True, as_function=True),
+    "size": Function(
+        overloads={("string",): "int", ("list",): "int", ("map",): "int"}, compute=len, as_method=True, as_function=True
+    ),
     "contains": Function(overloads=_TWO_STRINGS, compute=operator.contains, as_method=True),
     "startsWith": Function(overloads=_TWO_STRINGS, compute=str.startswith, as_method=True),
     "endsWith": Function(overloads=_TWO_STRINGS, compute=str.endswith, as_method=True),
     "matches": Function(overloads=_TWO_STRINGS, compute=_matches, as_method=True),
     "int": Function(
-        overloads=_each([*NUMBERS, "string"], "int"), compute=_arithmetic(partial(_to_number, int)), as_function=True
+        overloads=dict.fromkeys(_CONVERTED, "int"),
+        compute=_arithmetic(partial(_to_number, int)),
+        as_function=True,
     ),
     "double": Function(
-        overloads=_each([*NUMBERS, "string"], "double"), compute=partial(_to_number, float), as_function=True
+        overloads=dict.fromkeys(_CONVERTED, "double"), compute=partial(_to_number, float), as_function=True
     ),
-    "string": Function(overloads=_each([*NUMBERS, "string"], "string"), compute=_to_string, as_function=True),
+    "string": Function(overloads=dict.fromkeys(_CONVERTED, "string"), compute=_to_string, as_function=True),
 }
 """Functions besides `has`, `type` and the macros `all`, `exists`, `exists_one`, `filter` and `map`."""
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 from engine.errors import GuardError, LedgerError
 from engine.machine.guards import Guard
@@ -27,6 +27,7 @@ from engine.rewards.sealed import PartReward, SealedLedger, TurnPart, frozen
 from engine.schemas.reward import PartAddress, Posting, RewardChange, RewardEvent, TurnAddress, TurnChoice
 
 if TYPE_CHECKING:
+    from engine.episode.episode import Episode
     from engine.schemas.credit import ReassignRule
     from engine.schemas.trajectory import Blame
 
@@ -45,13 +46,6 @@ def blame_of(source: str, blames: Mapping[str, Blame] = OWN_BLAMES) -> Blame:
     """The blame for an event that cannot be applied, by its `source`: the spec, if the source is another one."""
     name = source.partition(":")[0]
     return blames.get(name) or OWN_BLAMES.get(name, "spec")
-
-
-class Turns(Protocol):
-    """The turns to which rewards are addressed: an episode."""
-
-    def find(self, choice: TurnChoice) -> int | None: ...  # None: there is no such turn yet
-    def locate(self, turn: int, part: PartAddress) -> TurnPart: ...  # LedgerError: the turn has no such part
 
 
 _Place = tuple[int, str, TurnPart | None]
@@ -103,7 +97,7 @@ class Ledger:
         self,
         event: RewardEvent,
         at_turn: int,
-        among: Turns | None = None,
+        among: Episode | None = None,
         blames: Mapping[str, Blame] = OWN_BLAMES,
     ) -> list[Posting]:
         """Apply an event. Returns its postings, by turn and name; those of a transfer are pairs of payer and receiver.
@@ -129,7 +123,7 @@ class Ledger:
                 f"{event.source or 'a reward event'}: {error}", blame=blame_of(event.source, blames)
             ) from None
 
-    def _writes(self, event: RewardEvent, at_turn: int, among: Turns | None) -> list[tuple[_Place, float]]:
+    def _writes(self, event: RewardEvent, at_turn: int, among: Episode | None) -> list[tuple[_Place, float]]:
         """`add` and `set`: each place with the amount to add, or the new amount."""
         name = REWARD if event.name is None else event.name
         assert event.value is not None  # RewardEvent holds to it
@@ -137,7 +131,7 @@ class Ledger:
         part = _resolve_part(event.part, turns[0][0], among)
         return [((turn, name, part), event.value * weight) for turn, weight in turns]
 
-    def _transfers(self, event: RewardEvent, at_turn: int, among: Turns | None) -> list[tuple[_Place, float]]:
+    def _transfers(self, event: RewardEvent, at_turn: int, among: Episode | None) -> list[tuple[_Place, float]]:
         """`transfer`: from each payer to each receiver, in pairs whose sum is 0."""
         assert event.to is not None  # RewardEvent holds to it
         payers = resolve_address(event.turn, at_turn, event.discount, among)
@@ -186,16 +180,13 @@ class Ledger:
                     # A share of 1 moves the exact sum; its rounded value would leave a remainder.
                     amounts = partials if share == 1.0 else [share * math.fsum(partials)]
                     payments += [(turn, name, amount) for amount in amounts]
-        if not payments:
-            raise LedgerError(self._nothing_to_pay(event, payers, part))
-        return payments
-
-    def _nothing_to_pay(self, event: RewardEvent, payers: list[tuple[int, float]], part: TurnPart | None) -> str:
+        if payments:
+            return payments
         who = f"turn {payers[0][0]} has never held" if len(payers) == 1 else "no turn has ever held"
         others = {name: None for turn, _ in payers for name in self._of(turn, part)}
         what = "a reward" if event.name is None else f"`{event.name}`"
         holds = f"; it holds {_listed(others)}" if others else ""
-        return f"{who} {what}{holds}. Add to it before it pays, or transfer another"
+        raise LedgerError(f"{who} {what}{holds}. Add to it before it pays, or transfer another")
 
     def _of(self, turn: int, part: TurnPart | None) -> dict[str, Partials]:
         """The sums of a turn as a whole, or of one of its parts, by name."""
@@ -275,17 +266,11 @@ class Ledger:
         """The sum over names for each of the first `turns` turns; [turns]."""
         if not self._accounts:
             return [0.0] * turns
-        return [self._total(turn) for turn in range(turns)]
-
-    def _total(self, turn: int) -> float:
-        """The sum over names for a turn, computed when it is read, so that writing does not depend on the number of
-        names."""
-        total = self._totals.get(turn)
-        if total is None:
-            held = [math.fsum(partials) for partials in self._accounts.get(turn, {}).values()]
-            held += [math.fsum(partials) for partials in self._parts.get(turn, {}).values()]
-            total = self._totals[turn] = math.fsum(held)
-        return total
+        for turn in range(turns):  # computed when it is read, so that writing does not depend on the number of names
+            if turn not in self._totals:
+                accounts = [*self._accounts.get(turn, {}).values(), *self._parts.get(turn, {}).values()]
+                self._totals[turn] = math.fsum(map(math.fsum, accounts))
+        return [self._totals[turn] for turn in range(turns)]
 
     def by_name(self) -> dict[str, float]:
         """The sum over turns of each name, in the order in which the names were first written."""
@@ -321,17 +306,6 @@ class Ledger:
         )
 
 
-class RuleTarget(Turns, Protocol):
-    """What rules read and write: an episode."""
-
-    state: str
-    turn: int
-    """The newest assistant turn; -1 before the first."""
-    ledger: Ledger
-
-    def guard_values(self, names: frozenset[str]) -> Mapping[str, Any]: ...  # as they are after the earlier rules
-
-
 class Rules:
     """The spec's `rewards.reassign`, compiled: it writes rewards after the action of a state. Shared by all episodes.
 
@@ -352,22 +326,22 @@ class Rules:
         self.states = frozenset(self._at)
         """States that have rules."""
 
-    def apply(self, target: RuleTarget) -> list[Posting]:
-        """Apply the rules of the target's state, after its action; the postings that they wrote, in order.
+    def apply(self, episode: Episode) -> list[Posting]:
+        """Apply the rules of the episode's state, after its action; the postings that they wrote, in order.
 
         Raises:
             LedgerError: a rule cannot be applied; blamed on the spec. The postings of earlier rules stay.
             GuardError: a rule's `when` fails on these values.
         """
         postings: list[Posting] = []
-        for where, guard, event in self._at.get(target.state, ()):
+        for where, guard, event in self._at.get(episode.state, ()):
             try:
-                if guard is None or guard.evaluate(target.guard_values(guard.names)):
-                    postings += target.ledger.post(event, target.turn, target)
+                if guard is None or guard.evaluate(episode.guard_values(guard.names)):
+                    postings += episode.ledger.post(event, episode.turn, episode)
             except GuardError as error:
                 raise GuardError(f"{where}: {error}") from error
             except LedgerError as error:
-                raise LedgerError(f"{where} at {target.state}: {error}", blame=error.blame) from error
+                raise LedgerError(f"{where} at {episode.state}: {error}", blame=error.blame) from error
         return postings
 
 
@@ -384,7 +358,7 @@ def _plus(partials: Partials, delta: float) -> Partials:
 
 
 def resolve_address(
-    address: TurnAddress, at_turn: int, discount: float = 1.0, among: Turns | None = None
+    address: TurnAddress, at_turn: int, discount: float = 1.0, among: Episode | None = None
 ) -> list[tuple[int, float]]:
     """The turns of an address with their weights, oldest first, where `at_turn` is the newest turn.
 
@@ -421,7 +395,7 @@ def resolve_address(
     return weights
 
 
-def _resolve_part(address: PartAddress | None, turn: int, among: Turns | None) -> TurnPart | None:
+def _resolve_part(address: PartAddress | None, turn: int, among: Episode | None) -> TurnPart | None:
     """The tokens of a part of a turn; None for the turn as a whole."""
     if address is None:
         return None

@@ -13,8 +13,6 @@ from engine.cli.options import Json, RunsFolder
 from engine.terminal import echo_json
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from engine.plugins.audit.audit import AuditReport
     from engine.schemas.model import ModelSpec
 
@@ -116,6 +114,7 @@ def _model(path: str, chat_template: str | None, template_kwargs: str | None) ->
 
 def _print(report: AuditReport, folder: Path | None, *, everything: bool) -> None:
     from engine.console import make_console
+    from engine.plugins.audit.rules import RULES
 
     console = make_console(soft_wrap=True)
     shown: Counter[str] = Counter()
@@ -128,21 +127,6 @@ def _print(report: AuditReport, folder: Path | None, *, everything: bool) -> Non
             console.print(f"… and {count - _SHOWN} more of {rule}; --all prints them")
     if report.findings:
         console.print()
-    _summary(report, console)
-    if folder is not None:
-        console.print(f"Stored as {folder}")
-        console.print(f"To show it: engine show {folder} · engine view {folder}")
-        console.print(
-            f"To re-score it: a spec with `extends: {folder / 'spec.yaml'}` and its own `rewards`, for engine rescore"
-        )
-
-
-_STYLES = {"error": "red", "warning": "yellow", "info": "dim"}
-
-
-def _summary(report: AuditReport, console: Console) -> None:
-    from engine.plugins.audit.rules import RULES
-
     console.print(f"{report.rows} rows of {report.framework}: {report.tokens:,} tokens, {report.trained:,} trained")
     counts = report.counts()
     width = max(map(len, RULES))
@@ -159,8 +143,15 @@ def _summary(report: AuditReport, console: Console) -> None:
             f"{report.unusual} of {report.replies} replies have ids that the tokenizer would not make of their "
             f"text{sign}"
         )
+    if folder is not None:
+        console.print(f"Stored as {folder}")
+        console.print(f"To show it: engine show {folder} · engine view {folder}")
+        console.print(
+            f"To re-score it: a spec with `extends: {folder / 'spec.yaml'}` and its own `rewards`, for engine rescore"
+        )
 
 
+_STYLES = {"error": "red", "warning": "yellow", "info": "dim"}
 _MANY = 200
 """Replies from which on it is worth a note that none has unusual ids."""
 _NONE_UNUSUAL = (

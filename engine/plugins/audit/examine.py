@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -57,21 +58,18 @@ class TemplateMarks:
         """Text after the last message, up to the reply, by its role."""
         self._read: dict[bytes, list[Message] | None] = {}
         for order in _ORDERS:
-            self._learn(order)
-
-    def _learn(self, order: tuple[Role, ...]) -> None:
-        messages = [Message(role=role, content=f"qzq{at}qzq") for at, role in enumerate(order)]
-        try:
-            text = self.template.text([self.template.views.of(message) for message in messages], None)
-        except EngineError:
-            return  # this template refuses such a conversation, so no prompt of it has one
-        found = list(_MARK.finditer(text))
-        if [int(match[1]) for match in found] != list(range(len(order))):
-            return  # a message is left out or shown twice
-        self.openings.setdefault(order[0], text[: found[0].start()])
-        self.tails.setdefault(order[-1], text[found[-1].end() :])
-        for at in range(len(order) - 1):
-            self.between.setdefault((order[at], order[at + 1]), text[found[at].end() : found[at + 1].start()])
+            messages = [Message(role=role, content=f"qzq{at}qzq") for at, role in enumerate(order)]
+            try:
+                text = template.text([template.views.of(message) for message in messages], None)
+            except EngineError:
+                continue  # this template refuses such a conversation, so no prompt of it has one
+            found = list(_MARK.finditer(text))
+            if [int(match[1]) for match in found] != list(range(len(order))):
+                continue  # a message is left out or shown twice
+            self.openings.setdefault(order[0], text[: found[0].start()])
+            self.tails.setdefault(order[-1], text[found[-1].end() :])
+            for at, roles in enumerate(pairwise(order)):
+                self.between.setdefault(roles, text[found[at].end() : found[at + 1].start()])
 
     @cached_property
     def closing(self) -> list[int]:
@@ -332,13 +330,6 @@ class ExaminedRow:
         if self.foreign.prompt_ids is None:
             return None
         return next((found for ids in self.prompts if (found := self.marks.messages(ids)) is not None), None)
-
-    @cached_property
-    def prompt_is_rendered(self) -> bool:
-        """Whether the prompt's ids are what the template renders: for the file's messages, or for those that the ids
-        spell."""
-        written = self.messages is not None and any(self.marks.renders(self.messages, ids) for ids in self.prompts)
-        return written or self.read_prompt is not None
 
     @cached_property
     def shown_messages(self) -> list[Message]:

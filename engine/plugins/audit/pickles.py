@@ -301,17 +301,35 @@ class _Converter:
         return self._done[id(value)]
 
     def _record(self, value: Inert, depth: int) -> Any:
-        known = _KNOWN.get(value.name.rpartition(".")[2])
+        """What a record of an array, a container or a member of an enumeration stands for, by its last name."""
         try:
-            if known is not None:
-                return known(self, value, depth)
+            match value.name.rpartition(".")[2]:
+                case "_reconstruct":
+                    return self._array(value, depth)
+                case "scalar":
+                    return np.frombuffer(value.args[1], _numpy_type(value.args[0]))[0].item()
+                case "_rebuild_tensor" | "_rebuild_tensor_v2":
+                    storage, offset, size, stride, *_ = value.args
+                    if not isinstance(storage, Storage):
+                        raise AuditError("a tensor of the pickle has no storage")
+                    return storage.view(offset, tuple(size), tuple(stride))
+                case "_rebuild_tensordict_files_consolidated":  # a dict of arrays in one buffer
+                    raw = memoryview(self.convert(value.args[1], depth + 1).tobytes())
+                    return {
+                        key: array_of(raw[start : stop - padding], dtype, tuple(shape))
+                        for key, (dtype, shape, start, stop, padding) in value.args[0]["leaves"].items()
+                    }
+                case "OrderedDict" | "defaultdict":
+                    return self.convert(value.pairs, depth)
+                case "Size":
+                    return [int(item) for item in value.args[0]]
         except (IndexError, TypeError, ValueError, AttributeError, KeyError, OverflowError) as error:
             raise AuditError(f"a `{value.name}` of the pickle is damaged ({error})") from error
         if value.state is None and len(value.args) == 1 and isinstance(value.args[0], str | int):
             return value.args[0]  # a member of an enumeration
         return value
 
-    def array(self, value: Inert, depth: int) -> Any:
+    def _array(self, value: Inert, depth: int) -> Any:
         """`numpy._reconstruct`: an array; a list where its elements are objects."""
         _, shape, dtype, fortran, data = value.state
         if isinstance(data, list):
@@ -322,34 +340,6 @@ class _Converter:
         if prod(shape) != len(found):
             raise AuditError(f"an array of shape {shape} has {len(found)} elements")
         return found.reshape(shape, order="F" if fortran else "C")
-
-    def scalar(self, value: Inert, depth: int) -> Any:
-        """`numpy.scalar`."""
-        return np.frombuffer(value.args[1], _numpy_type(value.args[0]))[0].item()
-
-    def tensor(self, value: Inert, depth: int) -> Any:
-        """`torch._rebuild_tensor_v2`."""
-        storage, offset, size, stride, *_ = value.args
-        if not isinstance(storage, Storage):
-            raise AuditError("a tensor of the pickle has no storage")
-        return storage.view(offset, tuple(size), tuple(stride))
-
-    def consolidated(self, value: Inert, depth: int) -> Any:
-        """`tensordict._rebuild_tensordict_files_consolidated`: a dict of arrays in one buffer."""
-        about, buffer = value.args[0], self.convert(value.args[1], depth + 1)
-        raw = memoryview(buffer.tobytes())
-        return {
-            key: array_of(raw[start : stop - padding], dtype, tuple(shape))
-            for key, (dtype, shape, start, stop, padding) in about["leaves"].items()
-        }
-
-    def mapping(self, value: Inert, depth: int) -> Any:
-        """`OrderedDict`, `defaultdict` and their like."""
-        return self.convert(value.pairs, depth)
-
-    def size(self, value: Inert, depth: int) -> Any:
-        """`torch.Size`."""
-        return [int(item) for item in value.args[0]]
 
 
 def _numpy_type(value: Any) -> np.dtype[Any]:
@@ -364,16 +354,3 @@ def _numpy_type(value: Any) -> np.dtype[Any]:
         raise AuditError(f"arrays of type {text!r} are not read")
     order = value.state[1] if isinstance(value.state, tuple) else "<"
     return np.dtype(text).newbyteorder(">" if order == ">" else "<")
-
-
-_KNOWN: dict[str, Callable[[_Converter, Inert, int], Any]] = {
-    "_reconstruct": _Converter.array,
-    "scalar": _Converter.scalar,
-    "_rebuild_tensor_v2": _Converter.tensor,
-    "_rebuild_tensor": _Converter.tensor,
-    "_rebuild_tensordict_files_consolidated": _Converter.consolidated,
-    "OrderedDict": _Converter.mapping,
-    "defaultdict": _Converter.mapping,
-    "Size": _Converter.size,
-}
-"""How the records of arrays and containers are read, by the last part of their name."""

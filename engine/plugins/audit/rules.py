@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 from math import isfinite
 from typing import Literal
 
@@ -48,30 +48,15 @@ def retokenized(rows: Sequence[ExaminedRow], known: Evidence) -> Iterator[RowFin
                 message = f"the sampler gave other ids for the same text: {there} there, {here} here "
                 message += f"({row.quoted(reply.start, reply.end)})"
                 yield row.finding("retokenized", "error", message, reply.start + at)
-    for rows_of_episode in episodes.values():
-        for earlier, later in pairwise(rows_of_episode):
-            yield from _rewritten(earlier, later)
-
-
-def _rewritten(earlier: ExaminedRow, later: ExaminedRow) -> Iterator[RowFinding]:
-    """A later row of an episode that spells an earlier one with other ids."""
-    template = earlier.marks.template
-    if len(later.ids) <= 1 or not template.decode(later.ids).startswith(template.decode(earlier.ids)):
-        return
-    at = first_difference(earlier.ids.tolist(), later.ids.tolist())
-    if at >= len(earlier.ids):
-        return
-    where = at - earlier.start
-    if any(start <= where < end for start, end in earlier.runs):
-        yield later.finding(
-            "retokenized",
-            "error",
-            f"{earlier.foreign.place} has the same text with other ids, and sampled them: "
-            f"{earlier.ids[at : at + 4].tolist()} there, "
-            f"{later.ids[at : at + 4].tolist()} here",
-            at,
-            response=False,
-        )
+    for earlier, later in chain.from_iterable(map(pairwise, episodes.values())):
+        decode = earlier.marks.template.decode
+        if len(later.ids) <= 1 or not decode(later.ids).startswith(decode(earlier.ids)):
+            continue
+        at = first_difference(earlier.ids.tolist(), later.ids.tolist())
+        if any(start <= at - earlier.start < end for start, end in earlier.runs):
+            there, here = earlier.ids[at : at + 4].tolist(), later.ids[at : at + 4].tolist()
+            message = f"{earlier.foreign.place} has the same text with other ids, and sampled them: {there} there, "
+            yield later.finding("retokenized", "error", f"{message}{here} here", at, response=False)
 
 
 def observation_trained(rows: Sequence[ExaminedRow], known: Evidence) -> Iterator[RowFinding]:
@@ -203,7 +188,8 @@ def prompt_not_template(rows: Sequence[ExaminedRow], known: Evidence) -> Iterato
     the template would not write there, by the engine's own conversation."""
     for row in rows:
         assert row.foreign.prompt_ids is not None
-        if not row.prompt_is_rendered:
+        written = row.messages is not None and any(row.marks.renders(row.messages, ids) for ids in row.prompts)
+        if not written and row.read_prompt is None:
             at, what = _prompt_difference(row)
             yield row.finding("prompt_not_template", "warning", what, at, response=False)
         if len(row.replies) < 2:

@@ -21,6 +21,7 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
+from operator import methodcaller
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -159,8 +160,8 @@ def _facts(row: ForeignRow, rules: list[str]) -> dict[str, Any]:
     left_out = []
     for key, value in row.fields.items():
         try:
-            text = json.dumps(value, default=_plain)
-        except (TypeError, ValueError, RecursionError):
+            text = json.dumps(value, default=methodcaller("tolist"))  # of NumPy's arrays and numbers
+        except (TypeError, ValueError, AttributeError, RecursionError):
             text = ""
         if 0 < len(text) < 20_000 and refusal({key: (plain := json.loads(text))}) is None:
             fields[str(key)] = plain
@@ -176,13 +177,6 @@ def _facts(row: ForeignRow, rules: list[str]) -> dict[str, Any]:
         **({"fields": fields} if fields else {}),
         **({"left_out": left_out} if left_out else {}),
     }
-
-
-def _plain(value: Any) -> Any:
-    """A NumPy value in Python's types."""
-    if isinstance(value, np.ndarray | np.generic):
-        return value.tolist()
-    raise TypeError(f"a {type(value).__name__} has no JSON form")
 
 
 # --- the trajectory -------------------------------------------------------------------------------------

@@ -36,7 +36,6 @@ from engine.plugins.condense.spec import (
     OwnCondenserSpec,
     PolicySummarySpec,
     SummarySpec,
-    WindowSpec,
 )
 from engine.plugins.condense.spec_facts import SUMMARY_ROLE
 from engine.plugins.roles.models import RoleModels
@@ -45,7 +44,6 @@ from engine.schemas.journal import StepRecord
 from engine.schemas.message import Message
 from engine.schemas.trajectory import Condensation
 from engine.spec.template import fill, own_spans
-from engine.tokens.conversation import Conversation
 
 if TYPE_CHECKING:
     from engine.actions.calling.workers import Workers
@@ -84,30 +82,22 @@ class CondenseAction(SpecCodeAction):
         before = conversation.measure(conversation.thread.messages)
         blocks: list[Block] = []
         sampled = 0
+        new: list[Message] = []
+        vision, said = self._template.vision, conversation.thread.messages
         if self._spec.keep is not None:
-            new = await self._slid(conversation, self._spec.keep)
+            older = older_images(self._spec, said, conversation.opening)
+            if vision is not None and older:
+                new = await asyncio.to_thread(slid, self._spec.keep, said, older, vision.bank)
         elif isinstance(self._spec.chunks, ByHistory):
             new, blocks, sampled = await self._history(episode, objects)
         else:
             new, blocks, sampled = await self._chunks(episode, objects, before)
-        vision = self._template.vision
         after = conversation.measure(new if vision is None else in_memory(new, vision)) if new else before
         if not new or (after >= before and self._spec.keep is None):  # a window limits the number of images
             return CondenseRecord(before=before, after=before, sampled=sampled)
-        numbers = {
-            id(message): at
-            for message, at in zip(conversation.thread.messages, conversation.thread.places, strict=True)
-        }
+        numbers = {id(message): at for message, at in zip(said, conversation.thread.places, strict=True)}
         thread = [message if (at := numbers.get(id(message))) is None else at for message in new]
         return CondenseRecord(thread=thread, blocks=blocks, before=before, after=after, sampled=sampled)
-
-    async def _slid(self, conversation: Conversation, keep: WindowSpec) -> list[Message]:
-        """The thread with the newest images alone; none if all of them stay."""
-        vision, thread = self._template.vision, conversation.thread.messages
-        older = older_images(self._spec, thread, conversation.opening)
-        if vision is None or not older:
-            return []
-        return await asyncio.to_thread(slid, keep, thread, older, vision.bank)
 
     async def _chunks(
         self, episode: Episode, objects: EpisodeObjects, before: int
@@ -185,7 +175,19 @@ class CondenseAction(SpecCodeAction):
         if isinstance(condenser, KeywordsSpec):
             return await asyncio.to_thread(keywords, text, condenser, self._count), 0
         if isinstance(condenser, SummarySpec):
-            return await self._summary(condenser, text, episode, objects, index)
+            fields = {"text": text, "tokens": condenser.tokens, "task": episode.task.fields}
+            reply = (
+                await objects.part(RoleModels)
+                .model("condense", "condenser")
+                .reply(
+                    [Message(role=item.role, content=fill(item.content, fields)) for item in condenser.messages],
+                    episode_id=episode.id,
+                    turn=len(episode.blocks) + index,
+                    seed=derive_seed(episode.seed, SUMMARY_ROLE, episode.performed.get(self.name, 0), index),
+                    intended=[own_spans(item.content, fields) for item in condenser.messages],
+                )
+            )
+            return "" if reply.cut else reply.text, reply.tokens
         assert isinstance(condenser, OwnCondenserSpec)
         assert self._function is not None
         answer = await self.ask(
@@ -199,20 +201,6 @@ class CondenseAction(SpecCodeAction):
             what=f"`{condenser.use}`",
         )
         return answer if self._count(answer) <= condenser.tokens else "", 0
-
-    async def _summary(
-        self, spec: SummarySpec, text: str, episode: Episode, objects: EpisodeObjects, index: int
-    ) -> tuple[str, int]:
-        model = objects.part(RoleModels).model("condense", "condenser")
-        fields = {"text": text, "tokens": spec.tokens, "task": episode.task.fields}
-        reply = await model.reply(
-            [Message(role=item.role, content=fill(item.content, fields)) for item in spec.messages],
-            episode_id=episode.id,
-            turn=len(episode.blocks) + index,
-            seed=derive_seed(episode.seed, SUMMARY_ROLE, episode.performed.get(self.name, 0), index),
-            intended=[own_spans(item.content, fields) for item in spec.messages],
-        )
-        return "" if reply.cut else reply.text, reply.tokens
 
     def _count(self, text: str) -> int:
         """Tokens of a text as a conversation has it: special tokens that it spells are plain text."""

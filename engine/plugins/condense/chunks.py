@@ -290,14 +290,10 @@ def slid(
         if keep.older == "text":
             content.insert(number, TextPart(text=keep.text))
         elif keep.older == "thumbnail":
-            content.insert(number, _thumbnail(bank.source(shown.image).data, keep.pixels))
+            image = to_rgb(open_pixels(bank.source(shown.image).data))
+            scale = sqrt(keep.pixels / (image.width * image.height))
+            height = min(keep.pixels, max(1, int(image.height * scale)))
+            width = min(keep.pixels // height, max(1, int(image.width * scale)))
+            content.insert(number, image_part(image.resize((width, height))))
         messages[place] = replace(messages[place], content=content or "")
     return messages
-
-
-def _thumbnail(data: bytes, most: int) -> ImagePart:
-    """An image in at most that many pixels."""
-    image = to_rgb(open_pixels(data))
-    scale = sqrt(most / (image.width * image.height))
-    height = min(most, max(1, int(image.height * scale)))
-    return image_part(image.resize((min(most // height, max(1, int(image.width * scale))), height)))

@@ -42,7 +42,10 @@ def graph(
         machine = resolved_machine(loaded.spec)
         counts = _counts(run, Path(loaded.spec.rollout.out)) if run is not None else None
     if format is None:
-        format = "mermaid" if out is None else _format_of(out)
+        suffix = "" if out is None else out.suffix.removeprefix(".")
+        format = suffix if suffix in plugin.entries("graph_formats") else "mermaid"
+        if format != suffix and (why := plugin.missing("graph_formats", suffix)) is not None:
+            raise typer.BadParameter(why, param_hint="--out")
     draw = mermaid if format == "mermaid" else plugin.load(plugin.entries("graph_formats")[format])
     with errors_exit(ERROR):
         text = draw(machine, counts, events_of(machine))
@@ -55,16 +58,6 @@ def graph(
     except OSError as error:
         echo(f"cannot write {out}: {error.strerror}", err=True)
         raise typer.Exit(1) from None
-
-
-def _format_of(out: Path) -> str:
-    """The format that a file's suffix names; mermaid for a suffix that names none. Raises: typer.BadParameter."""
-    name = out.suffix.removeprefix(".")
-    if name in plugin.entries("graph_formats"):
-        return name
-    if (why := plugin.missing("graph_formats", name)) is not None:
-        raise typer.BadParameter(why, param_hint="--out")
-    return "mermaid"
 
 
 def _counts(run: str, out: Path) -> Counter[tuple[str, str, str]]:

@@ -134,14 +134,14 @@ def svg(machine: MachineSpec | ResolvedMachine, counts: Counts | None = None, ev
         nodes[name] = Box(width, 46.0 if action else 34.0, overhang)
     links = [Link(edge.source, edge.dest, Box(*_size(_rows(edge)))) for edge in between]
     initial = drawn.machine.initial if drawn.machine.initial in nodes else next(iter(nodes))
-    layout = lay_out(nodes, links, initial)
+    width, height = lay_out(nodes, links, initial)
     busiest = max((edge.count or 0 for edge in edges), default=0)
-    parts = [_link(link, layout, edge, busiest) for link, edge in zip(links, between, strict=True)]
-    parts += [_loop(layout.nodes[name], edge, busiest) for name, edge in loops.items()]
-    parts += [_node(name, box, drawn) for name, box in layout.nodes.items()]
+    parts = [_link(link, nodes, edge, busiest) for link, edge in zip(links, between, strict=True)]
+    parts += [_loop(nodes[name], edge, busiest) for name, edge in loops.items()]
+    parts += [_node(name, box, drawn) for name, box in nodes.items()]
     parts += [_label(link, edge) for link, edge in zip(links, between, strict=True)]
-    parts.append(_start(layout.nodes[initial]))
-    width, height = layout.width + 2 * MARGIN, layout.height + 2 * MARGIN + GAP_Y
+    parts.append(_start(nodes[initial]))
+    width, height = width + 2 * MARGIN, height + 2 * MARGIN + GAP_Y
     body = "\n".join(part for part in parts if part)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{_n(width)}" height="{_n(height)}" '
@@ -204,16 +204,17 @@ def _stroke(edge: DrawnEdge, busiest: int) -> str:
     return f'stroke="{EDGE}" stroke-width="{width:.1f}"'
 
 
-def _link(link: Link, layout: Layout, edge: DrawnEdge, busiest: int) -> str:
+def _link(link: Link, nodes: Mapping[str, Box], edge: DrawnEdge, busiest: int) -> str:
     names = (link.dest, link.source) if link.upwards else (link.source, link.dest)
-    upper, lower = (layout.nodes[name] for name in names)
+    upper, lower = (nodes[name] for name in names)
     top, bottom = upper.y + upper.height / 2, lower.y - lower.height / 2
     start = (link.ends[0], top + (8.0 if link.upwards else 0.0))
     end = (link.ends[1], bottom - (0.0 if link.upwards else 8.0))
     path = _curve(start, link, end)
-    tip = (link.ends[0], top) if link.upwards else (link.ends[1], bottom)
-    line = f'<path d="{path}" fill="none" {_stroke(edge, busiest)}/>' + _arrow(*tip, 1 if link.upwards else -1, edge)
-    return _edge_group(edge, line)
+    x, tip, base = (link.ends[0], top, top + 9) if link.upwards else (link.ends[1], bottom, bottom - 9)
+    fill = "#b8c0c8" if edge.count == 0 else MUTED if edge.source == ANY_STATE and edge.count is None else EDGE
+    head = f'<path d="M{_n(x)} {_n(tip)} L{_n(x - 4.5)} {_n(base)} L{_n(x + 4.5)} {_n(base)} Z" fill="{fill}"/>'
+    return _edge_group(edge, f'<path d="{path}" fill="none" {_stroke(edge, busiest)}/>{head}')
 
 
 def _curve(start: tuple[float, float], link: Link, end: tuple[float, float]) -> str:
@@ -234,13 +235,6 @@ def _curve(start: tuple[float, float], link: Link, end: tuple[float, float]) -> 
             f" C{_n(x0 + lean0 * reach)} {_n(y0 + reach)} {_n(x1 - lean1 * reach)} {_n(y1 - reach)} {_n(x1)} {_n(y1)}"
         )
     return path
-
-
-def _arrow(x: float, y: float, back: int, edge: DrawnEdge) -> str:
-    """An arrowhead with its tip at (x, y); `back` is -1 if the line comes from above, 1 if from below."""
-    fill = "#b8c0c8" if edge.count == 0 else MUTED if edge.source == ANY_STATE and edge.count is None else EDGE
-    base = y + 9 * back
-    return f'<path d="M{_n(x)} {_n(y)} L{_n(x - 4.5)} {_n(base)} L{_n(x + 4.5)} {_n(base)} Z" fill="{fill}"/>'
 
 
 def _label(link: Link, edge: DrawnEdge) -> str:
@@ -328,31 +322,20 @@ class Link:
     """x of its ends, at the upper and at the lower node."""
 
 
-@dataclass(slots=True)
-class Layout:
-    """A graph with places. Lengths in pixels."""
-
-    nodes: dict[str, Box]
-    links: list[Link]
-    width: float
-    height: float
-
-
-def lay_out(nodes: Mapping[str, Box], links: Sequence[Link], first: str) -> Layout:
-    """Place nodes and links.
+def lay_out(nodes: Mapping[str, Box], links: Sequence[Link], first: str) -> tuple[float, float]:
+    """Place nodes and links. Returns the width and the height of the picture, in pixels.
 
     Args:
-        nodes: Boxes with their sizes; the places are filled in.
+        nodes: Boxes with their sizes; the places are filled in, and those of the links, too.
         links: Without self loops, and at most one for each (source, dest).
         first: The node to begin at: a link back to a node from which it was reached leads upwards.
 
     Raises:
         EngineError: the library fast-sugiyama is not installed.
     """
-    boxes = dict(nodes)
-    _direct(boxes, links, first)
-    ranks = _ranks(boxes, links)
-    pairs = [pair for link in links for pair in pairwise(_chain(boxes, link))]
+    _direct(nodes, links, first)
+    ranks = _ranks(nodes, links)
+    pairs = [pair for link in links for pair in pairwise(_chain(nodes, link))]
     _place_x(ranks, pairs)
     height = 0.0
     for rank in ranks:
@@ -363,9 +346,8 @@ def lay_out(nodes: Mapping[str, Box], links: Sequence[Link], first: str) -> Layo
         for box in rank:
             box.top, box.y, box.bottom = height, (height + bottom) / 2, bottom
         height = bottom + GAP_Y
-    _place_ends(boxes, links)
-    width = max(box.x + box.width / 2 + box.overhang for rank in ranks for box in rank)
-    return Layout(boxes, list(links), width, height - GAP_Y)
+    _place_ends(nodes, links)
+    return max(box.x + box.width / 2 + box.overhang for rank in ranks for box in rank), height - GAP_Y
 
 
 def _direct(nodes: Mapping[str, Box], links: Sequence[Link], first: str) -> None:

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.errors import GuardError, SpecError
+from engine.errors import EngineError, GuardError, SpecError
 from engine.machine.guards import Guard
-from engine.machine.machine import Machine, UnhandledEvent, resolve_machine
+from engine.machine.machine import Machine, resolve_machine
 from engine.machine.presets import PRESETS
 from engine.schemas.machine import MachineSpec, StateSpec, TransitionSpec
 
@@ -54,14 +54,14 @@ def test_only_the_variables_that_a_guard_reads_are_asked_for(machine: Machine) -
 
 
 def test_an_unhandled_event_names_what_the_state_does_handle(machine: Machine) -> None:
-    with pytest.raises(UnhandledEvent) as caught:
+    with pytest.raises(EngineError) as caught:
         machine.next("AWAITING_TOOL", "answered", user_turns(0))
     assert str(caught.value) == (
         "AWAITING_TOOL does not handle `answered`; it handles `results`, `limit`, `failed`, `truncated`, `aborted`. "
         "Add a transition with trigger `answered` and source AWAITING_TOOL"
     )
     assert (caught.value.kind, caught.value.blame) == ("unhandled_event", "spec")
-    with pytest.raises(UnhandledEvent, match="DONE does not handle `limit`; it handles no event"):
+    with pytest.raises(EngineError, match="DONE does not handle `limit`; it handles no event"):
         machine.next("DONE", "limit", user_turns(0))
 
 
@@ -112,7 +112,7 @@ def test_all_conditions_hold_and_none_of_unless() -> None:
 
 
 def test_where_no_condition_holds_the_advice_is_an_unguarded_last_one() -> None:
-    with pytest.raises(UnhandledEvent) as caught:
+    with pytest.raises(EngineError) as caught:
         one_guard("turns.user > 5").next("A", "go", user_turns(0))
     assert str(caught.value) == (
         "`go` in A: no condition of its transitions holds (`turns.user > 5`); add a last one for `go` without `conditions`"
@@ -226,7 +226,7 @@ def test_next_is_the_first_match_of_the_list(written: list[TransitionSpec], stat
         None,
     )
     if expected is None:
-        with pytest.raises(UnhandledEvent):
+        with pytest.raises(EngineError):
             machine.next(state, event, context)
     else:
         assert machine.next(state, event, context) == expected

@@ -5,21 +5,29 @@ from __future__ import annotations
 import subprocess
 import sys
 from itertools import pairwise
+from typing import NamedTuple
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.errors import EngineError
-from engine.plugins.pictures.draw import Box, Layout, Link, lay_out, svg
+from engine.plugins.pictures.draw import Box, Link, lay_out, svg
 from engine.schemas.machine import MachineSpec
+
+
+class Layout(NamedTuple):
+    nodes: dict[str, Box]
+    links: list[Link]
+    width: float
+    height: float
 
 
 def make(sizes: list[float], edges: list[tuple[int, int]]) -> Layout:
     nodes = {f"n{index}": Box(width, 40.0) for index, width in enumerate(sizes)}
     pairs = dict.fromkeys((a % len(sizes), b % len(sizes)) for a, b in edges)
     links = [Link(f"n{a}", f"n{b}", Box(60.0, 19.0)) for a, b in pairs if a != b]
-    return lay_out(nodes, links, "n0")
+    return Layout(nodes, links, *lay_out(nodes, links, "n0"))
 
 
 def everything(layout: Layout) -> list[Box]:
