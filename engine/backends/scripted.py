@@ -16,14 +16,12 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from msgspec.structs import replace
 
 from engine.backends.backend import Backend
 from engine.backends.registry import refuse_parameters
 from engine.backends.stops import StopStrings
 from engine.errors import BackendError, ContextOverflow, RenderError
 from engine.schemas.backend import ScriptedBackendSpec
-from engine.schemas.base import Struct
 from engine.schemas.generation import FinishReason, GenerateRequest, Generation, VersionSpan
 from engine.schemas.message import Message, ToolCall
 from engine.schemas.script import Script, ScriptedReply
@@ -149,7 +147,10 @@ class ScriptedBackend(Backend):
         return {name: self._counts[name] for name in ("requests", "tokens", "errors")}
 
     def _reply(self, request: GenerateRequest) -> ScriptedReply:
-        replies = self._replies(request.episode_id)
+        task, _, sample = request.episode_id.rpartition("/")  # the first case that names the episode has its replies
+        keys = [(task, int(sample)), (task, None)] if sample.isdecimal() else []
+        named = [self._cases[key] for key in keys if key in self._cases]
+        replies = min(named, key=lambda case: case[0])[1] if named else self._script.replies
         turn = request.turn
         if turn < len(replies):
             return replies[turn]
@@ -160,13 +161,6 @@ class ScriptedBackend(Backend):
                 kind="script_exhausted",
             )
         return replies[turn % len(replies)] if self._script.exhausted == "cycle" else replies[-1]
-
-    def _replies(self, episode_id: str) -> list[ScriptedReply]:
-        """The replies of the first case that names the episode; an episode's id is `<task>/<sample>`."""
-        task, _, sample = episode_id.rpartition("/")
-        keys = [(task, int(sample)), (task, None)] if sample.isdecimal() else []
-        named = [self._cases[key] for key in keys if key in self._cases]
-        return min(named, key=lambda case: case[0])[1] if named else self._script.replies
 
     def _tokens(self, reply: ScriptedReply) -> np.ndarray:
         """The reply's ids, int32 [tokens]; computed once."""
@@ -266,16 +260,21 @@ def write_calls(format: ChatTemplate, text: str, calls: Sequence[Call]) -> list[
         BackendError: Kind `script_error`: the parser reads no form back as this text and these calls, or the format's
             `write` failed.
     """
-    tools = [_schema(name, arguments) for name, arguments in calls]
+    tools = []
+    for name, arguments in calls:
+        properties = {key: {"type": _TYPES.get(type(value), "string")} for key, value in arguments.items()}
+        parameters = {"type": "object", "properties": properties}
+        tools.append({"type": "function", "function": {"name": name, "description": name, "parameters": parameters}})
     try:
         prompt = format.render([Message(role="user", content="?")], tools)[-TAIL:]
     except RenderError:
         prompt = []
-    said = _parsed(format, format.encode(text), prompt, tools)
-    if not _has_markers(format, text):  # where the prompt opens reasoning, the text does not belong to it
-        said = replace(said, content=text.strip(), reasoning="")
-    for ids in _candidates(format, text, said, calls):
-        if _parsed(format, ids, prompt, tools) == replace(said, calls=[*said.calls, *calls]):
+    content, reasoning, said = _parsed(format, format.encode(text), prompt, tools)
+    marked = bool(format.fast.quoting.spans(text)) or "<think>" in text or "</think>" in text
+    if not marked:  # where the prompt opens reasoning, the text does not belong to it
+        content, reasoning = text.strip(), ""
+    for ids in _candidates(format, text, content, reasoning, calls, marked=marked):
+        if _parsed(format, ids, prompt, tools) == (content, reasoning, [*said, *calls]):
             return ids
     raise BackendError(
         f"the calls {[name for name, _ in calls]} cannot be written in the format {format.name!r}: "
@@ -284,41 +283,26 @@ def write_calls(format: ChatTemplate, text: str, calls: Sequence[Call]) -> list[
     )
 
 
-class _Parsed(Struct, frozen=True, kw_only=True):
-    """What the format's parser reads."""
-
-    content: str
-    reasoning: str
-    calls: list[Call | None]
-    """None for one that is malformed."""
-
-
-def _parsed(format: ChatTemplate, ids: list[int], prompt: list[int], tools: list[dict[str, Any]]) -> _Parsed:
+def _parsed(
+    format: ChatTemplate, ids: list[int], prompt: list[int], tools: list[dict[str, Any]]
+) -> tuple[str, str, list[Call | None]]:
+    """Content, reasoning and calls that the format's parser reads; None for a call that is malformed."""
     ended = np.asarray([*ids, format.stop_token_ids[0]], dtype=np.int32)
     reply = format.replies.parse(ended, before=np.asarray(prompt, dtype=np.int32), turn=0, tools=tools)
     calls = [(call.name, call.arguments) if isinstance(call, ToolCall) else None for call in reply.attempts]
-    return _Parsed(content=reply.content.strip(), reasoning=(reply.reasoning or "").strip(), calls=calls)
+    return reply.content.strip(), (reply.reasoning or "").strip(), calls
 
 
-def _has_markers(format: ChatTemplate, text: str) -> bool:
-    return bool(format.fast.quoting.spans(text)) or "<think>" in text or "</think>" in text
-
-
-def _schema(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Tool definition with parameters for these arguments."""
-    properties = {key: {"type": _TYPES.get(type(value), "string")} for key, value in arguments.items()}
-    parameters = {"type": "object", "properties": properties}
-    return {"type": "function", "function": {"name": name, "description": name, "parameters": parameters}}
-
-
-def _candidates(format: ChatTemplate, text: str, said: _Parsed, calls: Sequence[Call]) -> Iterator[list[int]]:
+def _candidates(
+    format: ChatTemplate, text: str, content: str, reasoning: str, calls: Sequence[Call], *, marked: bool
+) -> Iterator[list[int]]:
     """Yield the calls as the chat template writes them, then as the call format or all built-in formats do.
 
-    A text with markers is kept as it is. Another one is the content of a reply that the template writes.
+    A text with markers (`marked`) is kept as it is. Another one is the content of a reply that the template writes.
     """
-    ways = (_after_text, _by_template) if _has_markers(format, text) else (_by_template, _after_text)
+    ways = (_after_text, _by_template) if marked else (_by_template, _after_text)
     for way in ways if format.calls_shown else ():
-        if (reply := way(format, text, said, calls)) is not None:
+        if (reply := way(format, text, content, reasoning, calls)) is not None:
             yield format.encode(reply)
     readers = [format.call_format] if format.call_format is not None else [kind() for kind in FORMATS.values()]
     for reader in readers:
@@ -336,11 +320,9 @@ def _written(format: ToolCallFormat, text: str, calls: Sequence[Call]) -> str:
     return written
 
 
-def _by_template(format: ChatTemplate, text: str, said: _Parsed, calls: Sequence[Call]) -> str | None:
+def _by_template(format: ChatTemplate, text: str, content: str, reasoning: str, calls: Sequence[Call]) -> str | None:
     """The whole reply as the chat template writes it after the generation prompt; None where it shows no such reply."""
-    shown = _shown(
-        format, {"content": said.content if said.reasoning else text, "reasoning_content": said.reasoning}, calls
-    )
+    shown = _shown(format, {"content": content if reasoning else text, "reasoning_content": reasoning}, calls)
     if shown is None:
         return None
     before, reply = shown
@@ -351,10 +333,10 @@ def _by_template(format: ChatTemplate, text: str, said: _Parsed, calls: Sequence
     return reply.removeprefix(opened) if reply.startswith(opened) else None
 
 
-def _after_text(format: ChatTemplate, text: str, said: _Parsed, calls: Sequence[Call]) -> str | None:
+def _after_text(format: ChatTemplate, text: str, content: str, reasoning: str, calls: Sequence[Call]) -> str | None:
     """The text as it is, and the calls as the chat template writes them after such a text."""
-    content = mark(0) + text[len(text.rstrip()) :] if said.content else ""
-    shown = _shown(format, {"content": content, "reasoning_content": mark(1) if said.reasoning else ""}, calls)
+    said = mark(0) + text[len(text.rstrip()) :] if content else ""
+    shown = _shown(format, {"content": said, "reasoning_content": mark(1) if reasoning else ""}, calls)
     if shown is None:
         return None
     after = shown[1]

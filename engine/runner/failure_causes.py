@@ -10,6 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 from engine.errors import FailingError
@@ -147,23 +148,25 @@ def places(loaded: LoadedSpec, tasks: Sequence[Task]) -> Callable[[Trajectory, F
     chosen = loaded.spec.tasks.user is not None
     users: Mapping[str, str | None] = {task.id: task.user for task in tasks} if chosen else {}
     actions = {name: state.action for name, state in resolved_machine(loaded.spec).states.items()}
-
-    def place(trajectory: Trajectory, failure: Failure) -> str:
-        path = _path(loaded, failure, users.get(trajectory.task_id), actions.get(failure.state))
-        return "" if path is None else str(loaded.origin(path))
-
-    return place
+    return partial(_place, loaded, users, actions)
 
 
-def _path(loaded: LoadedSpec, failure: Failure, user: str | None, action: str | None) -> DataPath | None:
+def _place(
+    loaded: LoadedSpec,
+    users: Mapping[str, str | None],
+    actions: Mapping[str, str | None],
+    trajectory: Trajectory,
+    failure: Failure,
+) -> str:
     spec = loaded.spec
     entry: DataPath
     match failure.blame:
         case "backend":
-            return ("backend",)
+            return str(loaded.origin(("backend",)))
         case "user":
+            user = users.get(trajectory.task_id)
             entry = ("users", user) if spec.users and user else ("user",)
-        case "environment" if action in ("score", "judge") and spec.rewards.scorer is not None:
+        case "environment" if actions.get(failure.state) in ("score", "judge") and spec.rewards.scorer is not None:
             entry = ("rewards", "scorer")
         case "environment":
             entry = ("environment",)
@@ -173,7 +176,8 @@ def _path(loaded: LoadedSpec, failure: Failure, user: str | None, action: str | 
             at = next((at for at, of_tool in enumerate(names) if named and named[1] in of_tool), None)
             entry = ("tools",) if at is None else ("tools", at)
         case "spec":
-            return ("machine", "states", failure.state) if failure.state in spec.machine.states else ("machine",)
+            states: DataPath = ("machine", "states", failure.state)
+            return str(loaded.origin(states if failure.state in spec.machine.states else ("machine",)))
         case _:
-            return None
-    return (*entry, "use")
+            return ""
+    return str(loaded.origin((*entry, "use")))

@@ -196,7 +196,10 @@ class GroupSchedule:
                     self._collected += 1
         finally:
             self._batch = None
-        await self._cancel_stale_groups(batch)
+        oldest = self.version + 1 - self._max_staleness
+        too_old = [work for work, request in self._running.items() if request.version < oldest]
+        batch.cancelled += [self._running.pop(work).number for work in too_old]
+        await _cancel(too_old)
         batch.used.sort(key=lambda group: group.number)
         batch.stale, self._stale = self._stale, []
         batch.skipped, self._skipped = self._skipped, []
@@ -264,11 +267,7 @@ class GroupSchedule:
         task, stored = request.task, self._stored
         if stored is None:
             return await self._groups.group(request)
-        begun = {
-            sample: stored.continues(task.id, sample)
-            for sample in range(self._samples)
-            if stored.begun(task.id, sample)
-        }
+        begun = stored.begun(task.id)
         group = await self._groups.group(request)
         continued = [trajectory.sample_index for trajectory in group.trajectories if trajectory.sample_index in begun]
         return replace(
@@ -291,13 +290,6 @@ class GroupSchedule:
         ended = next(work for work in self._running if work.done())
         del self._running[ended]
         return ended.result()
-
-    async def _cancel_stale_groups(self, batch: Batch) -> None:
-        """Cancel running groups that are too old for the next batch."""
-        oldest = self.version + 1 - self._max_staleness
-        stale = [work for work, group in self._running.items() if group.version < oldest]
-        batch.cancelled += [self._running.pop(work).number for work in stale]
-        await _cancel(stale)
 
 
 async def _cancel(running: Collection[asyncio.Task[Group]]) -> None:

@@ -116,8 +116,7 @@ def processes_of(loaded: LoadedSpec, folder: Path | None = None) -> Processes | 
         folder: The folder of a run that goes on: processes that have begun it continue it, whatever the spec says now.
     """
     asked = None if folder is not None and is_divided(folder) else written(loaded.spec)
-    made = (drive(loaded, folder) for drive in DRIVE.all(asked))
-    return next((processes for processes in made if processes is not None), None)
+    return next(iter(DRIVE.made(asked, loaded, folder)), None)
 
 
 def refuse_many(loaded: LoadedSpec, who: str) -> None:

@@ -14,12 +14,10 @@ from typing import TYPE_CHECKING
 
 from engine.errors import TrainError
 from engine.plugin import Hook
-from engine.schemas.sections import written
 
 if TYPE_CHECKING:
     from engine.runner.batch import Group
     from engine.schemas.environment import Task
-    from engine.schemas.episode import EpisodeSpec
     from engine.schemas.train import TrainSpec
     from engine.spec.rows.mix import Mix
 
@@ -52,13 +50,7 @@ class DrawFilter:
 
 FILTER_DRAWS: Hook[Callable[[TrainSpec, TaskOrder], DrawFilter | None]] = Hook("filter_draws")
 """Makes the filter of a training's draws; None if its spec asks for none. The `TrainSpec` is the section as it is
-used."""
-
-
-def open_filter(spec: EpisodeSpec, train: TrainSpec, order: TaskOrder) -> DrawFilter:
-    """The filter of a training's draws, of the first plugin that has one."""
-    made = (make(train, order) for make in FILTER_DRAWS.all(written(spec)))
-    return next((of_plugin for of_plugin in made if of_plugin is not None), DrawFilter())
+used. The filter of the first plugin that has one is used."""
 
 
 class TaskOrder:

@@ -52,18 +52,16 @@ class Dropped(Struct, frozen=True, kw_only=True):
     at: float = 0.0
     """Unix time of the newest drop."""
 
-    def words(self, total: int) -> str:
-        """A sentence for the output of a command; `total` is the number of episodes of the run."""
-        return (
-            f"{self.episodes} of {total} episodes were dropped to save space (`rollout.keep`, `engine compact`): "
-            "only their summaries are left, and what is shown here is of the others"
-        )
-
 
 def dropped_words(store: RunReader) -> str:
     """How many episodes of a run have no content left; empty if none was dropped."""
     dropped = store.dropped()
-    return dropped.words(len(store.statuses())) if dropped.episodes else ""
+    if not dropped.episodes:
+        return ""
+    return (
+        f"{dropped.episodes} of {len(store.statuses())} episodes were dropped to save space (`rollout.keep`, `engine "
+        "compact`): only their summaries are left, and what is shown here is of the others"
+    )
 
 
 class Space(Struct, frozen=True, kw_only=True):
@@ -157,12 +155,9 @@ def measure(connection: sqlite3.Connection, episode_ids: Sequence[str], *, keep_
     rows = connection.execute(query, tuple(episode_ids)).fetchall()
     if keep_failed and any(failure is not None for _, failure in rows):
         return Content(sizes={}, failed=True)
-    return Content(sizes={number: _size(connection, number) for number, _ in rows})
-
-
-def _size(connection: sqlite3.Connection, number: int) -> int:
-    sums = (f"(SELECT coalesce(sum({size}), 0) FROM {table} WHERE episode = :n)" for table, size in _CONTENT.items())
-    return int(connection.execute(f"SELECT {' + '.join(sums)}", {"n": number}).fetchone()[0])
+    sums = [f"(SELECT coalesce(sum({size}), 0) FROM {table} WHERE episode = :n)" for table, size in _CONTENT.items()]
+    total = f"SELECT {' + '.join(sums)}"
+    return Content(sizes={number: int(connection.execute(total, {"n": number}).fetchone()[0]) for number, _ in rows})
 
 
 def drop(connection: sqlite3.Connection, episode_ids: Sequence[str], *, keep_failed: bool = False) -> Content:

@@ -241,10 +241,6 @@ def _turn(trajectory: Trajectory, turn: Turn) -> dict[str, Any]:
     }
 
 
-def _counted(trajectory: Trajectory, name: str) -> int:
-    return trajectory.counts.get(name, 0)
-
-
 def _episode(trajectory: Trajectory, row: EpisodeRow) -> dict[str, Any]:
     versions = [version for branch in trajectory.branches for version in branch.weight_versions[branch.loss_mask == 1]]
     return {
@@ -264,11 +260,11 @@ def _episode(trajectory: Trajectory, row: EpisodeRow) -> dict[str, Any]:
 
 
 END_VALUES: dict[str, Callable[[Trajectory], Any]] = {
-    "turns": lambda each: {"assistant": len(each.turns), "user": _counted(each, "user_turns")},
-    "tools": lambda each: {"calls": _counted(each, "tool_calls"), "errors": _counted(each, "tool_errors")},
+    "turns": lambda each: {"assistant": len(each.turns), "user": each.counts.get("user_turns", 0)},
+    "tools": lambda each: {"calls": each.counts.get("tool_calls", 0), "errors": each.counts.get("tool_errors", 0)},
     "tokens": lambda each: {
-        "sampled": _counted(each, "sampled_tokens"),
-        "context": _counted(each, "context_tokens"),
+        "sampled": each.counts.get("sampled_tokens", 0),
+        "context": each.counts.get("context_tokens", 0),
     },
     "images": lambda each: {"shown": _images(each)},
     "condensed": lambda each: {"times": len(each.condensations)},

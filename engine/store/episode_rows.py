@@ -234,16 +234,6 @@ def clear_running(connection: sqlite3.Connection) -> None:
     connection.execute("UPDATE crash_counts SET running = 0 WHERE running = 1")
 
 
-def crash_counts(connection: sqlite3.Connection) -> dict[str, int]:
-    """Return how many crashes of the engine each episode was running at, by episode id; episodes without a crash are
-    left out."""
-    rows = connection.execute(
-        "SELECT episodes.id, crash_counts.crashes FROM crash_counts "
-        "JOIN episodes ON episodes.number = crash_counts.episode WHERE crash_counts.crashes > 0"
-    )
-    return dict(rows.fetchall())
-
-
 _DERIVED = ("trajectories", "branches", "postings", "scored")
 
 
@@ -289,20 +279,15 @@ def begin_again(connection: sqlite3.Connection, blames: Sequence[str], fork: For
     numbers = [(number,) for number, _ in failed]
     for number, _ in failed:
         dropped.forget(connection, number)
-        if fork is not None:
-            _keep_shared(connection, number, fork.turn)
+        if fork is not None:  # the next attempt begins with what the first one shares with the run that was forked
+            shared = shared_entries([codec.read_entry(row) for row in journal_rows(connection, number, 0)], fork.turn)
+            keep = next((at for at, entry in enumerate(shared) if entry.record.kind == "failure"), len(shared))
+            connection.execute(
+                f"INSERT INTO journal SELECT episode, (SELECT attempt + 1 FROM episodes WHERE number = ?), {ENTRY} "
+                "FROM journal WHERE episode = ? AND attempt = 0 AND seq < ?",
+                (number, number, keep),
+            )
     for table in _DERIVED:
         connection.executemany(f"DELETE FROM {table} WHERE episode = ?", numbers)
     mark_pending(connection, numbers)
     return [episode for _, episode in failed]
-
-
-def _keep_shared(connection: sqlite3.Connection, number: int, turn: int) -> None:
-    """Begin the next attempt's journal with what the first attempt shares with the run that was forked."""
-    shared = shared_entries([codec.read_entry(row) for row in journal_rows(connection, number, 0)], turn)
-    keep = next((at for at, entry in enumerate(shared) if entry.record.kind == "failure"), len(shared))
-    connection.execute(
-        f"INSERT INTO journal SELECT episode, (SELECT attempt + 1 FROM episodes WHERE number = ?), {ENTRY} "
-        "FROM journal WHERE episode = ? AND attempt = 0 AND seq < ?",
-        (number, number, keep),
-    )

@@ -59,10 +59,13 @@ def find_run(run: Path | str, out: Path | str = "runs") -> Path:
         out: The folder in which runs are stored.
 
     Raises:
-        StoreError: no run matches, or several do.
+        StoreError: no run matches, or several do; as the plugin does that finds it, or the one that reads URLs is not
+            installed.
     """
-    if (folder := find_elsewhere(str(run))) is not None:
+    if (folder := next(filter(None, (find(str(run)) for find in FIND_RUN.all())), None)) is not None:
         return folder
+    if "://" in str(run) and (reason := missing("sections", "rollout.shards")) is not None:
+        raise StoreError(f"no run `{run}`: URLs of runs are those of shards; {reason}")
     path = Path(run)
     if path.name == database.FILE and is_file(path):
         return path.parent
@@ -113,18 +116,6 @@ def _created(folder: Path) -> tuple[bool, float]:
 def is_divided(folder: Path) -> bool:
     """Whether the episodes of a run are in the stores of several processes."""
     return (folder / DIVIDED).is_file()
-
-
-def find_elsewhere(run: str) -> Path | None:
-    """The folder of a run that a plugin finds.
-
-    Raises:
-        StoreError: as the plugin does, or the plugin that reads URLs is not installed.
-    """
-    folder = next(filter(None, (find(run) for find in FIND_RUN.all())), None)
-    if folder is None and "://" in run and (reason := missing("sections", "rollout.shards")) is not None:
-        raise StoreError(f"no run `{run}`: URLs of runs are those of shards; {reason}")
-    return folder
 
 
 def open_elsewhere(folder: Path) -> RunReader | None:

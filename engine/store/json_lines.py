@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Generic, TypeVar
 
 from engine.errors import StoreError
-from engine.store.private import private_file, whole_file
+from engine.store.private import private_file, sync_path, whole_file
 
 T = TypeVar("T")
 
@@ -71,11 +71,7 @@ class JsonLines(Generic[T]):
             JsonLines(self.path.with_suffix(".cut.jsonl"), dict).append(*gone)
             with whole_file(self.path) as draft:
                 JsonLines(draft, dict).append(*staying)
-            folder = os.open(self.path.parent, os.O_RDONLY)
-            try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
+            sync_path(self.path.parent)
         return len(gone)
 
     def _lines(self) -> list[tuple[dict[str, Any], T]]:

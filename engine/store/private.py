@@ -34,6 +34,15 @@ def private_file(path: Path) -> Path:
     return path
 
 
+def sync_path(path: Path) -> None:
+    """Flush a file, or the names in a folder, to disk. Raises: OSError."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
     """Give a temporary file to write; it is renamed to `path` if the block succeeds, and removed if not.

@@ -54,6 +54,7 @@ class RunReader:
     def __init__(self, folder: Path, header: RunHeader, file: str = database.FILE) -> None:
         self.folder = folder
         self.header = header
+        self.run_id = header.run_id
         self.path = folder / file
         """The SQLite file."""
 
@@ -67,11 +68,6 @@ class RunReader:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    @property
-    def run_id(self) -> str:
-        """The run's id."""
-        return self.header.run_id
 
     divided: ClassVar[bool] = False
     """Whether the episodes are in several stores; `contents` then gives one after the other."""

@@ -169,7 +169,10 @@ def read_trajectory(connection: sqlite3.Connection, number: int, text: str) -> T
     query = f"SELECT {_POSTING_COLUMNS} FROM postings WHERE episode = ? ORDER BY seq"
     postings = [read_posting(row) for row in connection.execute(query, (number,))]
     trajectory = with_rows(text, branches, postings)
-    routed = [_routed_tokens(row) for row in rows]
+    routed: list[int | None] = []  # how many tokens of each branch have known experts; None if they were not requested
+    for row in rows:
+        with damaged(f"branch {row[0]}"):
+            routed.append(next((int(part[1]) for part in from_json(row[3]) if part[0] == _EXPERTS), None))
     return (
         trajectory if all(count is None for count in routed) else _with_experts(connection, number, trajectory, routed)
     )
@@ -180,12 +183,6 @@ def with_rows(text: str, branches: list[Branch], postings: list[Posting]) -> Tra
     with damaged("the trajectory"):
         plain = Trajectory.read(from_json(text) | {"branches": []})
         return replace(plain, branches=branches, postings=postings)
-
-
-def _routed_tokens(row: Sequence[Any]) -> int | None:
-    """How many tokens of a branch have known experts; None if they were not requested."""
-    with damaged(f"branch {row[0]}"):
-        return next((int(part[1]) for part in from_json(row[3]) if part[0] == _EXPERTS), None)
 
 
 def _with_experts(

@@ -19,12 +19,12 @@ from __future__ import annotations
 
 import os
 import shutil
-import sqlite3
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from itertools import islice
+from operator import methodcaller
 from pathlib import Path
 from typing import Any, ClassVar, Literal, overload
 
@@ -168,10 +168,11 @@ class RunStore(RunReader):
     # --- writing ---
 
     def crashes(self) -> dict[str, int]:
-        """Return how many crashes of the engine each episode was running at, by episode id; see
+        """Return how many crashes of the engine each episode was running at, by episode id, without those of none; see
         `engine.store.episode_rows`."""
-        with self.snapshot() as connection:
-            return episode_rows.crash_counts(connection)
+        return dict(
+            self._rows("SELECT id, crashes FROM crash_counts JOIN episodes ON number = episode WHERE crashes > 0")
+        )
 
     async def plan(self, tasks: Sequence[Task], samples_per_task: int) -> None:
         """Store planned episodes as pending; episodes that exist already are unchanged.
@@ -253,10 +254,7 @@ class RunStore(RunReader):
         """
         image = measure(data, mime)
         if image.digest not in self._images:
-
-            def job(connection: sqlite3.Connection) -> None:
-                connection.execute("INSERT OR IGNORE INTO images VALUES (?, ?, ?, ?, ?)", astuple(image))
-
+            job = methodcaller("execute", "INSERT OR IGNORE INTO images VALUES (?, ?, ?, ?, ?)", astuple(image))
             await self._writing().do(job, size=len(data))
             self._images.add(image.digest)
         return ImagePart(image=image.digest, mime=image.mime, width=image.width, height=image.height)
@@ -283,10 +281,7 @@ class RunStore(RunReader):
             StoreError: there is a score with this label already, or the write failed.
         """
         texts = {episode: codec.json_of(score) for episode, score in scores.items()}
-
-        def job(connection: sqlite3.Connection) -> None:
-            write_score(connection, label, rewards, spec_path, texts, replace=replace)
-
+        job = partial(write_score, label=label, rewards=rewards, spec_path=spec_path, scores=texts, replace=replace)
         await self._writing().do(job, size=sum(map(len, texts.values())))
 
     def discard(self) -> bool:

@@ -46,7 +46,8 @@ def begin(out: Path, header: RunHeader) -> Path:
     """
     folder = out / header.run_id
     try:
-        if not _unfinished(folder):
+        # a launch that was killed while it made the folder has left nothing else there
+        if not folder.is_dir() or {entry.name for entry in os.scandir(folder)} - {f".{_HEADER}"}:
             private_folder(folder)
     except OSError as error:
         raise TrainError(f"cannot make the training's folder {folder}: {error}", kind="train_setup") from error
@@ -66,11 +67,6 @@ def write_header(folder: Path, header: RunHeader) -> None:
         draft.replace(folder / _HEADER)
     except OSError as error:
         raise TrainError(f"cannot write {folder / _HEADER}: {error}", kind="train_setup") from error
-
-
-def _unfinished(folder: Path) -> bool:
-    """Whether a launch was killed while it made this folder."""
-    return folder.is_dir() and not {entry.name for entry in os.scandir(folder)} - {f".{_HEADER}"}
 
 
 def discard(folder: Path) -> bool:

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from engine.plugin import Hook
-from engine.schemas.sections import used_plugins
 from engine.train.metric_sums import MetricSums
 
 if TYPE_CHECKING:
@@ -107,10 +106,3 @@ OBJECTIVES: Hook[Callable[[LoadedSpec, TrainSpec, ChatTemplate, Policy], Auxilia
 OBJECTIVES = Hook("auxiliary_objective")
 """Makes the objective of a plugin for a training, not sharded; None if the spec needs none. The `TrainSpec` is the
 section as it is used."""
-
-
-def open_objectives(
-    loaded: LoadedSpec, train: TrainSpec, template: ChatTemplate, policy: Policy
-) -> list[AuxiliaryObjective]:
-    """The objectives that plugins give to a training. Raises: EngineError: one of them cannot be made."""
-    return OBJECTIVES.made(used_plugins(loaded.spec), loaded, train, template, policy)

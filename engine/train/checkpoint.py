@@ -18,7 +18,6 @@ Invariants:
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +28,7 @@ from safetensors import SafetensorError
 
 from engine.errors import TrainError
 from engine.runner.task_order import ConsumedGroups
+from engine.store.private import sync_path
 
 if TYPE_CHECKING:
     from engine.train.learner import Learner
@@ -94,7 +94,7 @@ class Checkpoints:
         try:
             if (final / "state.json").is_file():
                 (final / ".state.json").write_text(text, encoding="utf-8")
-                _sync(final / ".state.json")
+                sync_path(final / ".state.json")
                 (final / ".state.json").replace(final / "state.json")
             else:
                 shutil.rmtree(draft, ignore_errors=True)
@@ -106,9 +106,9 @@ class Checkpoints:
                     learner.policy.save(draft / "model")
                 (draft / "state.json").write_text(text, encoding="utf-8")
                 for path in [draft, *draft.rglob("*")]:
-                    _sync(path)
+                    sync_path(path)
                 draft.replace(final)
-                _sync(final.parent)
+                sync_path(final.parent)
             stay = checkpoints_of(self._folder)[-self._keep :]
             for path in checkpoints_of(self._folder):
                 if path not in stay and step_of(path) != state.best_step:
@@ -151,12 +151,3 @@ class Checkpoints:
             raise TrainError(f"cannot resume from {checkpoint}: {error}", kind="checkpoint") from error
         learner.load_state(checkpoint)
         return state
-
-
-def _sync(path: Path) -> None:
-    """Flush a file, or the names in a folder, to disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -70,6 +70,8 @@ class DeferredWeights:
         Raises:
             TrainError: kind `train_setup`: the files cannot be read.
         """
+        from safetensors import safe_open
+
         if not self._files:  # process 0 sends its weights to the others, one at a time, and a tied one once
             weights: dict[str, Tensor] = {}
             if process_group.main:
@@ -77,14 +79,17 @@ class DeferredWeights:
                     model = self._kind.from_pretrained(self._folder, dtype=self._dtype, trust_remote_code=False)
                 weights = model.state_dict()
             for name in {id(getattr(*slot)): name for name, slot in reversed(self._slots.items())}.values():
-                process_group.scatter_into(weights.pop(name, None), self._tensor(name))
+                process_group.copy_part(weights.pop(name, None), self._tensor(name), scatter=True)
             return
         state = {source: self._tensor(name) for name, source in self._sources.items()}
         try:
             read_tensors(state, self._folder, process_group)
             for first, (conversion, sources) in self._conversions.items():
                 for source, pattern in sources:
-                    conversion.add_tensor(first, source, pattern, self._read(source))
+                    with safe_open(self._files[source], "pt") as file:
+                        tensor: Tensor = file.get_tensor(source)
+                    tensor = tensor.to(self._dtype) if tensor.is_floating_point() else tensor
+                    conversion.add_tensor(first, source, pattern, tensor)
                 with torch.no_grad():
                     made = conversion.convert(first, model=self.model, config=self.model.config)
                 for name, value in made.items():
@@ -97,28 +102,17 @@ class DeferredWeights:
         tensor: Tensor = getattr(module, attribute)
         return tensor.detach()
 
-    def _read(self, source: str) -> Tensor:
-        from safetensors import safe_open
-
-        with safe_open(self._files[source], "pt") as file:
-            tensor: Tensor = file.get_tensor(source)
-        return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
-
     def _map_names(self) -> None:
         """Find the weight of each tensor, with transformers' own rules for the names in files."""
         from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+        from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
         mapping = get_model_conversion_mapping(self.model)
         renamings = [rule for rule in mapping if isinstance(rule, WeightRenaming)]
         converters = [rule for rule in mapping if isinstance(rule, WeightConverter)]
         by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
         weights = self.model.state_dict()
-
-        def natural(name: str) -> list[tuple[bool, int, str]]:  # conversions join experts in this order: 10 after 9
-            return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in name.split(".")]
-
-        for source in sorted(self._files, key=natural):
+        for source in sorted(self._files, key=dot_natural_key):  # conversions join experts in this order: 10 after 9
             name, pattern = rename_source_key(source, renamings, converters, self.model.base_model_prefix, weights)
             if name not in weights and source in weights:
                 name, pattern = source, None

@@ -54,15 +54,12 @@ class ProcessGroup:
 
     rank = 0
     size = 1
+    main = True
+    """Whether this is process 0."""
     torch_group: dist.ProcessGroup | None = None
     """torch's process group for data on the CPU; None if there is one process."""
     planned = False
     """Whether weights have sizes only, because memory is planned."""
-
-    @property
-    def main(self) -> bool:
-        """Whether this is process 0."""
-        return self.rank == 0
 
     def shard(self, model: nn.Module, *, offload: bool = False) -> RunForward:
         """Shard a model's weights. Everything that needs the weights must be called through the returned function.
@@ -107,16 +104,9 @@ class ProcessGroup:
         """
         yield
 
-    def copy_part(self, value: Tensor, into: Tensor) -> None:
-        """Copy this process's part of a full value, which every process has, into a tensor.
-
-        `value` has the shape of the whole of `into`.
-        """
-        into.copy_(value)
-
-    def scatter_into(self, value: Tensor | None, into: Tensor) -> None:
-        """Copy the parts of process 0's full value into the tensors of all processes. The other processes' values are
-        ignored.
+    def copy_part(self, value: Tensor | None, into: Tensor, *, scatter: bool = False) -> None:
+        """Copy this process's part of a full value into a tensor. Every process has the value; with `scatter` process 0
+        has it, and those of the others are ignored.
 
         `value` has the shape of the whole of `into`.
         """
@@ -170,8 +160,8 @@ class ShardedProcessGroup(ProcessGroup):
     def __init__(self, kind: str) -> None:
         from torch.distributed.device_mesh import init_device_mesh
 
-        self.rank = dist.get_rank()
-        self.size = dist.get_world_size()
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.main = self.rank == 0
         self._mesh = init_device_mesh(kind, (self.size,))
         self._device = torch.device(kind)
         self.torch_group = dist.new_group(backend="gloo", timeout=_CONTROL_TIMEOUT)
@@ -298,24 +288,17 @@ class ShardedProcessGroup(ProcessGroup):
                 module._parameters[name] = parameter
 
     @torch.no_grad()
-    def copy_part(self, value: Tensor, into: Tensor) -> None:
+    def copy_part(self, value: Tensor | None, into: Tensor, *, scatter: bool = False) -> None:
+        if scatter and not self.main:
+            value = torch.empty(into.shape) if isinstance(into, DTensor) else None
         if not isinstance(into, DTensor):
-            into.copy_(value)
-            return
-        full = value.to(device=self._device, dtype=into.dtype).contiguous()
-        part = distribute_tensor(full, into.device_mesh, into.placements, src_data_rank=None)
-        into.to_local().copy_(part.to_local())
-
-    @torch.no_grad()
-    def scatter_into(self, value: Tensor | None, into: Tensor) -> None:
-        if not isinstance(into, DTensor):
-            full = self.all_gather(value if self.main else None)[0]
+            full = self.all_gather(value)[0] if scatter else value
             assert full is not None
             into.copy_(full)
             return
-        given = value if value is not None and self.main else torch.empty(into.shape)
-        local = given.to(device=self._device, dtype=into.dtype).contiguous()
-        part = distribute_tensor(local, into.device_mesh, into.placements, src_data_rank=0)
+        assert value is not None
+        local = value.to(device=self._device, dtype=into.dtype).contiguous()
+        part = distribute_tensor(local, into.device_mesh, into.placements, src_data_rank=0 if scatter else None)
         into.to_local().copy_(part.to_local())
 
     def close(self) -> None:

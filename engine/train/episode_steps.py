@@ -20,8 +20,9 @@ from engine.runner.groups import GroupRunner, GroupSchedule
 from engine.runner.processes import EpisodeRunner, processes_of
 from engine.runner.runner import Runner
 from engine.runner.source import fitting_tasks
-from engine.runner.task_order import DrawFilter, TaskOrder, open_filter
+from engine.runner.task_order import FILTER_DRAWS, DrawFilter, TaskOrder
 from engine.schemas.journal import GenerationRecord
+from engine.schemas.sections import written
 from engine.spec.tasks import load_tasks
 from engine.store import training as folders
 from engine.store.find import open_elsewhere
@@ -149,7 +150,8 @@ class EpisodeSteps(StepSource):
         trainer, rollout = self._trainer, self._trainer.spec.rollout
         runner, version = self._runner, trainer.state.version
         await self._tell_processes(version)
-        self._draws = open_filter(trainer.spec, trainer.train, self._order)
+        filters = FILTER_DRAWS.made(written(trainer.spec), trainer.train, self._order)
+        self._draws = next(iter(filters), DrawFilter())
         for record in records:
             self._draws.add(record.solved)
 
@@ -247,13 +249,11 @@ class StoredEpisodes:
         episode_id = episode_id_of(task_id, sample)
         return self._store.trajectory(episode_id) if self._statuses.get(episode_id) == "done" else None
 
-    def begun(self, task_id: str, sample: int) -> bool:
-        """Whether an episode was begun and not finished."""
-        return self._statuses.get(episode_id_of(task_id, sample)) == "running"
-
-    def continues(self, task_id: str, sample: int) -> bool:
-        """Whether an episode that was begun and not finished has sampled a turn."""
-        return self.begun(task_id, sample) and bool(_generations(self._store.journal(episode_id_of(task_id, sample))))
+    def begun(self, task_id: str) -> dict[int, bool]:
+        """The samples of a group that were begun and not finished, and whether each has sampled a turn."""
+        ids = {sample: episode_id_of(task_id, sample) for sample in range(self._samples)}
+        running = {sample: name for sample, name in ids.items() if self._statuses.get(name) == "running"}
+        return {sample: bool(_generations(self._store.journal(name))) for sample, name in running.items()}
 
     def versions(self, task_id: str) -> tuple[int, int] | None:
         """The smallest and the largest weight version of a group's sampled tokens; None if it has none."""

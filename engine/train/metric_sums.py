@@ -67,8 +67,10 @@ class MetricSums:
         numbers = {name: tensor.tolist() for name, tensor in self.cpu().kept.items()}
         means = {name: total[0] / total[1] for name, total in numbers.items() if len(total) == 2 and total[1]}
         peaks = {name: peak[0] for name, peak in numbers.items() if len(peak) == 1}
-        effective = {
-            name: effective_sample_fraction(*sums) for name, sums in numbers.items() if len(sums) == 3 and sums[0]
+        effective = {  # Kish's, of n weights w: (sum w)^2 / (n * sum w^2), from 1 / n to 1; 0 if all weights are 0
+            name: sums[1] ** 2 / (sums[0] * sums[2]) if sums[2] else 0.0
+            for name, sums in numbers.items()
+            if len(sums) == 3 and sums[0]
         }
         return means | peaks | effective
 
@@ -81,17 +83,3 @@ def mean_metrics(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {
         name: max(values) if name.endswith("max") else sum(values) / len(values) for name, values in of_name.items()
     }
-
-
-def effective_sample_fraction(count: float, total: float, squares: float) -> float:
-    """Kish's effective sample size of weights w as a fraction of n: (sum w)^2 / (n * sum w^2), from 1 / n to 1.
-
-    Args:
-        count: n.
-        total: sum w.
-        squares: sum w^2.
-
-    Returns:
-        The fraction; 0 if all weights are 0 or there are none.
-    """
-    return total * total / (count * squares) if count and squares else 0.0

@@ -33,8 +33,6 @@ from engine.train.routing import RouterReplay
 if TYPE_CHECKING:
     from engine.tokens.vision import Vision
 
-ValueHead = Callable[[torch.Tensor], torch.Tensor]
-"""Hidden states [n, H] -> a critic's values, float32 [n]."""
 
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
 """Maximum mean absolute difference of log-probs between the packed forward pass and the model's own."""
@@ -134,41 +132,31 @@ class PackedModel:
         """A context in which matrix products use the autocast dtype."""
         return torch.autocast(self.device.type, self._autocast) if self._autocast is not None else nullcontext()
 
-    def logprobs(self, pack: Pack, *, entropy: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Log-probs [n] of the pack's trained tokens, and entropies [n] or None. With a graph if gradients are
-        enabled."""
-        result: tuple[torch.Tensor, torch.Tensor | None] = self._run(
-            lambda: self._logprobs(pack, self._states(pack), entropy=entropy)
+    def logprobs(
+        self, pack: Pack, *, entropy: bool, states: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """Log-probs [n] of the pack's trained tokens, entropies [n] or None, and with `states` what `states` returns.
+        With a graph if gradients are enabled."""
+        passed: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None] = self._run(
+            self._logprobs, pack, entropy, states
         )
-        return result
-
-    def states(self, pack: Pack) -> torch.Tensor:
-        """The hidden states before the pack's trained tokens, [n, H]. With a graph if gradients are enabled."""
-        result: torch.Tensor = self._run(self._sources_of, pack)
-        return result
-
-    def values(self, pack: Pack, head: ValueHead) -> torch.Tensor:
-        """A critic's values before the pack's trained tokens, float32 [n]. With a graph if gradients are enabled."""
-        result: torch.Tensor = self._run(lambda: head(self._sources_of(pack)))
-        return result
-
-    def logprobs_and_states(
-        self, pack: Pack, *, entropy: bool
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-        """What `logprobs` and `states` return, from one forward pass: float32 [n], float32 [n] or None, [n, hidden]."""
-
-        def compute() -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-            states = self._states(pack)
-            return *self._logprobs(pack, states, entropy=entropy), states[pack.sources.to(self.device)]
-
-        passed: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor] = self._run(compute)
         return passed
 
-    def _sources_of(self, pack: Pack) -> torch.Tensor:
-        return self._states(pack)[pack.sources.to(self.device)]
+    def states(self, pack: Pack, head: Callable[[torch.Tensor], torch.Tensor] | None = None) -> torch.Tensor:
+        """The hidden states before the pack's trained tokens, [n, H], or what `head` makes of them, such as a critic's
+        values [n]. With a graph if gradients are enabled."""
+        result: torch.Tensor = self._run(self._states_of, pack, head)
+        return result
 
-    def _logprobs(self, pack: Pack, states: torch.Tensor, *, entropy: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Log-probs and entropies from hidden states [T, H]."""
+    def _states_of(self, pack: Pack, head: Callable[[torch.Tensor], torch.Tensor] | None) -> torch.Tensor:
+        states = self._states(pack)[pack.sources.to(self.device)]
+        return states if head is None else head(states)
+
+    def _logprobs(
+        self, pack: Pack, entropy: bool, with_states: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        states = self._states(pack)
+        of_sources = states[pack.sources.to(self.device)] if with_states else None
         rows = self._head.weight.shape[0]
         if "once" not in pack.cache:  # the distinct pairs of source and label, and the index of each label's pair
             pairs = pack.sources * rows + pack.labels
@@ -194,7 +182,7 @@ class PackedModel:
             )
         if index:
             logprobs, entropies = logprobs[index[0]], None if entropies is None else entropies[index[0]]
-        return logprobs, entropies
+        return logprobs, entropies, of_sources
 
     def _states(self, pack: Pack) -> torch.Tensor:
         """The hidden states that the output layer gets, [T, H]."""
@@ -235,7 +223,7 @@ class PackedModel:
             attention.register()
             try:
                 self._set_attention()
-                logprobs, entropies = self.logprobs(pack, entropy=True)
+                logprobs, entropies, _ = self.logprobs(pack, entropy=True)
             except TrainError as error:
                 raise self._refusal(str(error)) from error
             except (TypeError, ValueError, AttributeError, AssertionError, IndexError, KeyError, RuntimeError) as error:

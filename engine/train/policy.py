@@ -7,6 +7,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, Literal
@@ -103,17 +104,16 @@ class Policy:
             TrainError: kind `train_setup`: the model cannot be trained, or all of it is frozen.
         """
 
-        def open_net() -> PackedModel:
-            return open_model(
-                folder,
-                spec,
-                temperature=temperature,
-                vocab=vocab,
-                vision=vision,
-                process_group=process_group,
-                replay_experts=replay_experts,
-            )
-
+        open_net = partial(
+            open_model,
+            folder,
+            spec,
+            temperature=temperature,
+            vocab=vocab,
+            vision=vision,
+            process_group=process_group,
+            replay_experts=replay_experts,
+        )
         net, adapter, reference_model = open_net(), None, None
         if spec.adapter is not None:
             adapter = resolve_name(spec.adapter.adapter)(net.model, spec.adapter, spec.seed)
@@ -145,7 +145,7 @@ class Policy:
                 )
             for parameter in named:
                 parameter.requires_grad_(False)
-        if not any(True for _ in self.parameters()):
+        if not any(True for _ in self.named_parameters()):
             raise TrainError("`train.freeze` leaves nothing to train", kind="train_setup")
 
     def shard(self, *, offload: bool = False) -> None:
@@ -160,10 +160,6 @@ class Policy:
         """The trained parameters with their names."""
         return (named for named in self.model.named_parameters() if named[1].requires_grad)
 
-    def parameters(self) -> Iterator[torch.nn.Parameter]:
-        """The trained parameters, for the optimizer."""
-        return (parameter for _, parameter in self.named_parameters())
-
     # --- log-probs ------------------------------------------------------------------------------------------
 
     def forward(self, pack: Pack, *, entropy: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -172,20 +168,16 @@ class Policy:
         Returns:
             Log-probs, float32 [n], in the order of `pack.labels`, and entropies of their distributions, [n], or None.
         """
-        if self._adapter is not None:
-            self._adapter.dropout(torch.is_grad_enabled())
-        return self.net.logprobs(pack, entropy=entropy)
+        return self.forward_with_states(pack, entropy=entropy, states=False)[:2]
 
     def forward_with_states(
         self, pack: Pack, *, entropy: bool, states: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """What `forward` returns, and the hidden states [n, H] before the trained tokens, with their graph, if `states`
         are asked for."""
-        if not states:
-            return *self.forward(pack, entropy=entropy), None
         if self._adapter is not None:
             self._adapter.dropout(torch.is_grad_enabled())
-        return self.net.logprobs_and_states(pack, entropy=entropy)
+        return self.net.logprobs(pack, entropy=entropy, states=states)
 
     def states(self, pack: Pack) -> torch.Tensor:
         """The hidden states before the pack's trained tokens, [n, H], without graph and dropout."""

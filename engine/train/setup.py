@@ -14,12 +14,13 @@ from engine.backends.device import pick_device
 from engine.errors import TrainError
 from engine.plugin import load
 from engine.schemas.backend import kinds_that_train
+from engine.schemas.sections import used_plugins
 from engine.spec.added import missing_sync, trains_backend
 from engine.spec.load import override_spec
 from engine.store.header import changes_of, resumable_keys
 from engine.tokens.catalogue import resolve_model
 from engine.tokens.loading import load_format
-from engine.train.auxiliary import open_objectives
+from engine.train.auxiliary import OBJECTIVES
 from engine.train.credited_rows import RewardKl
 from engine.train.distributed import join_alone
 from engine.train.learner import Learner
@@ -169,7 +170,7 @@ def learner_of(loaded: LoadedSpec, format: ChatTemplate, process_group: ProcessG
         replay_experts=spec.backend.asks_experts and train.samples_episodes,
     )
     penalties = [RewardKl(train.kl.coefficient, credit)] if train.kl.in_reward else []
-    objectives = [*penalties, *open_objectives(loaded, train, format, policy)]
+    objectives = [*penalties, *OBJECTIVES.made(used_plugins(spec), loaded, train, format, policy)]
     return Learner(policy, train, process_group=process_group, objectives=objectives)
 
 

@@ -190,7 +190,7 @@ class Critic(AuxiliaryObjective):
     def predict(self, pack: Pack, states: torch.Tensor | None) -> torch.Tensor:
         """See `AuxiliaryObjective`: the values before the pack's trained tokens, float32 [n]."""
         if self.net is not None:
-            return self.net.values(pack, self.head)
+            return self.net.states(pack, self.head)
         values: torch.Tensor = self.head(states)
         return values
 

@@ -25,10 +25,11 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.errors import ImageError, TrainError
+from engine.schemas.sections import used_plugins
 from engine.schemas.trajectory import ImageSpan
 from engine.store.rows.row import TrainingRow
 from engine.tokens.catalogue import resolve_model
-from engine.train.auxiliary import AuxiliaryObjective, open_objectives
+from engine.train.auxiliary import OBJECTIVES, AuxiliaryObjective
 from engine.train.distributed import RunForward, ShardedProcessGroup
 from engine.train.logprobs import CPU_BLOCK_ELEMENTS, representative_vocab
 from engine.train.optimizers import MasterWeights, local_of
@@ -384,7 +385,7 @@ def simulate_copies(
     policy = Policy.load(
         folder, train, temperature=1.0, vocab=format.vocab_size, vision=format.vision, process_group=group
     )
-    objectives = open_objectives(loaded, train, format, policy)
+    objectives = OBJECTIVES.made(used_plugins(loaded.spec), loaded, train, format, policy)
     nets = [policy.net, policy.reference_model, *(objective.net for objective in objectives)]
     layers = [RepeatedLayers(net.model) for net in nets if net is not None]
     counts = {repeated.copies for repeated in layers}

@@ -68,7 +68,7 @@ def same_as_alone(
     net.model.zero_grad()
     counts = [int(row.loss_mask().sum()) for row in rows]
     for pack in pack_rows(rows, max_tokens_per_microbatch, share_prefixes=True, min_shared_tokens=min_shared_tokens):
-        logprobs, entropies = net.logprobs(pack, entropy=True)
+        logprobs, entropies, _ = net.logprobs(pack, entropy=True)
         assert entropies is not None
         here = torch.cat([torch.arange(counts[row]) + sum(counts[:row]) for row in pack.rows])
         found[0][here], found[1][here] = logprobs.detach(), entropies.detach()

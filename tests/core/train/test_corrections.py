@@ -14,7 +14,7 @@ from engine.schemas.loss import PpoLoss, ReinforceLoss
 from engine.schemas.train import RolloutCorrectionSpec, TrainSpec
 from engine.train.loss_tokens import LossTokens
 from engine.train.losses import objective
-from engine.train.metric_sums import effective_sample_fraction
+from engine.train.metric_sums import MetricSums
 from engine.train.ratios import correction_weights, proximal_sampler_ratio
 
 RATIOS = [4.0, 1.0, 0.25, 2.0, 8.0, 1.0]
@@ -148,10 +148,12 @@ def test_the_penalties_are_not_corrected() -> None:
 
 
 @pytest.mark.parametrize(
-    ("weights", "share"), [([1, 1, 1, 1], 1.0), ([1, 0, 0, 0], 0.25), ([3, 1], 0.8), ([0, 0], 0.0), ([], 0.0)]
+    ("weights", "shares"), [([1, 1, 1, 1], [1.0]), ([1, 0, 0, 0], [0.25]), ([3, 1], [0.8]), ([0, 0], [0.0]), ([], [])]
 )
-def test_effective_share(weights: list[float], share: float) -> None:
-    assert effective_sample_fraction(len(weights), sum(weights), sum(weight * weight for weight in weights)) == share
+def test_effective_share(weights: list[float], shares: list[float]) -> None:
+    sums = MetricSums()
+    sums.effective_sample_size("ess", torch.tensor(weights))
+    assert list(sums.result().values()) == shares
 
 
 @given(

@@ -217,7 +217,7 @@ def test_weights_are_sent_in_the_number_types_of_the_server(
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
     policy = open_policy(folder, sharding if sharded else None)
-    for parameter in policy.parameters():
+    for _, parameter in policy.named_parameters():
         local_of(parameter.detach()).add_(0.001)
     trained = {name: each.clone() for name, each in policy.weights().items()}
     policy.save(tmp_path / "served", serving=True)

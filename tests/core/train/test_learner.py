@@ -273,7 +273,11 @@ def test_kl_in_the_reward_is_the_update_with_credit_of_rewards_less_penalties(ti
     other = learner_of(tiny_model_dir, optimizer=optimizer)
     noise = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for mine, its in zip(learner.policy.parameters(), other.policy.parameters(), strict=True):
+        for mine, its in zip(
+            dict(learner.policy.named_parameters()).values(),
+            dict(other.policy.named_parameters()).values(),
+            strict=True,
+        ):
             mine += 0.02 * torch.randn(mine.shape, generator=noise)
             its.copy_(mine)
     moved = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32)

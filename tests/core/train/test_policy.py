@@ -43,7 +43,7 @@ def one_pack(policy: Policy, rows: list[TrainingRow] = ROWS) -> Any:
 
 def step(policy: Policy, lr: float = 0.05) -> None:
     """One step up the rows' likelihood."""
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=lr)
+    optimizer = torch.optim.AdamW(dict(policy.named_parameters()).values(), lr=lr)
     (-policy.forward(one_pack(policy), entropy=False)[0].sum()).backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -86,7 +86,7 @@ def test_a_token_that_rows_share_is_computed_once_and_counts_for_each(folder: Pa
 @pytest.mark.parametrize(("precision", "dtype", "close"), [("mixed", "float32", 0.5), ("bfloat16", "bfloat16", 1.0)])
 def test_precisions(folder: Path, precision: str, dtype: str, close: float) -> None:
     policy = open_policy(folder, precision=precision)
-    assert {str(parameter.dtype) for parameter in policy.parameters()} == {f"torch.{dtype}"}
+    assert {str(parameter.dtype) for _, parameter in policy.named_parameters()} == {f"torch.{dtype}"}
     found = logprobs(policy)
     assert found.dtype == torch.float32
     torch.testing.assert_close(found, logprobs(open_policy(folder)), rtol=0, atol=close)
@@ -112,7 +112,7 @@ def test_what_is_frozen_already_is_refused(folder: Path) -> None:
         TrainError, match=r"'embed' has no effect: with `train.lora` the weights that it matches are frozen already"
     ):
         open_policy(folder, lora=LORA, freeze=["embed"])
-    assert list(open_policy(folder, lora=LORA, freeze=[r"layers\.0\.", r"layers\.0\.self"]).parameters())
+    assert dict(open_policy(folder, lora=LORA, freeze=[r"layers\.0\.", r"layers\.0\.self"]).named_parameters())
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def test_the_reference_stays_where_the_policy_began(folder: Path, spec: dict[str
     reference = policy.reference(one_pack(policy))
     torch.testing.assert_close(reference, began, rtol=0, atol=1e-6)
     assert not reference.requires_grad
-    assert [parameter.requires_grad for parameter in policy.parameters()]
+    assert [parameter.requires_grad for _, parameter in policy.named_parameters()]
 
 
 def test_a_reference_that_nobody_asked_for(folder: Path) -> None:
@@ -188,7 +188,7 @@ def test_a_frozen_part_of_an_adapter_stays_frozen(folder: Path) -> None:
     logprobs.sum().backward()
     assert [name for name, _ in policy.named_parameters()] == names
     assert all(".layers.1." in name for name in names)
-    assert all(parameter.grad is not None for parameter in policy.parameters())
+    assert all(parameter.grad is not None for _, parameter in policy.named_parameters())
 
 
 @needs_plugin("lora")

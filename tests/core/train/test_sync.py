@@ -54,7 +54,7 @@ def nudge(policy: Policy, size: float = 0.05) -> None:
     """As a step of training: every trained parameter is another one, adapters not zero."""
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
-        for parameter in policy.parameters():
+        for _, parameter in policy.named_parameters():
             parameter += size * torch.randn(parameter.shape, generator=generator)
 
 
@@ -106,7 +106,9 @@ async def test_the_next_reply_is_sampled_with_what_was_pushed(
     before = await backend.generate(request(PROMPT))
     nudge(policy)
     pushed = await open_sync(spec_of(tiny_model_dir, train), backend, tmp_path, lora=lora is not None).push(policy, 3)
-    assert pushed.bytes == 4 * sum(parameter.numel() for parameter in policy_of(tiny_model_dir, {}).parameters())
+    assert pushed.bytes == 4 * sum(
+        parameter.numel() for _, parameter in policy_of(tiny_model_dir, {}).named_parameters()
+    )
     after = await backend.generate(request(PROMPT))
     policy.save(tmp_path / "model")
     assert (spans(before), spans(after)) == ([(0, 0, 16)], [(3, 0, 16)])

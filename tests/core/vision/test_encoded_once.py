@@ -90,7 +90,7 @@ def opened(folder: Path, **spec: Any) -> tuple[Policy, list[int]]:
 
 def gradients(policy: Policy, packs: Sequence[Pack]) -> dict[str, torch.Tensor]:
     """Of the sum of the log-probs, by name."""
-    for parameter in policy.parameters():
+    for _, parameter in policy.named_parameters():
         parameter.grad = None
     for pack in packs:
         policy.forward(pack, entropy=False)[0].sum().backward()

@@ -94,7 +94,7 @@ async def test_files_without_a_vision_and_in_mixed_precision(
     assert recompute(policy, loaded).mean < 0.1
     (pack,) = pack_rows(loaded, 10_000, share_prefixes=True)
     policy.forward(pack, entropy=False)[0].sum().backward()
-    assert all(parameter.grad is not None for parameter in policy.parameters())
+    assert all(parameter.grad is not None for _, parameter in policy.named_parameters())
     with pytest.raises(TrainError, match="rows have images: pass the model's `vision`"):
         open_policy(tiny_model_dir, None).forward(pack, entropy=False)
 
@@ -109,7 +109,7 @@ async def test_a_saved_model_sees_the_same(
     names = [name for name, _ in policy.named_parameters()]
     assert names
     assert not [name for name in names if "visual" in name or "vision_model" in name]
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=0.01)
+    optimizer = torch.optim.AdamW(dict(policy.named_parameters()).values(), lr=0.01)
     (pack,) = pack_rows(rows, 100_000, share_prefixes=True)
     policy.forward(pack, entropy=False)[0].sum().backward()
     optimizer.step()
