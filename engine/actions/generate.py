@@ -196,7 +196,7 @@ class GenerateAction(Action):
             else:
                 malformed.append(attempt)
         episode.reply = NewestReply(
-            text=reply.text,
+            text=reply.content,
             finish=generation.finish.type,
             matched=generation.finish.matched,
             tokens=len(generation.output_ids),

@@ -143,24 +143,22 @@ def _cuts(step: dict[str, Any]) -> list[Cut] | None:
     steps = step["pretokenizers"] if step["type"] == "Sequence" else [step]
     if not steps or [step["type"] == "ByteLevel" for step in steps] != [False] * (len(steps) - 1) + [True]:
         return None
-    cuts = [_cut(step) for step in steps]
-    usable = [cut for cut in cuts if cut is not None]
-    return None if len(usable) < len(cuts) else [cut for cut in usable if cut is not _whole]
-
-
-def _whole(text: str) -> list[str]:
-    return [text]
-
-
-def _cut(step: dict[str, Any]) -> Cut | None:
-    match step:
-        case {"type": "Split", "pattern": {"Regex": str(pattern)}, "behavior": "Isolated", "invert": False}:
-            return _by(pattern)
-        case {"type": "Digits", "individual_digits": bool(each)}:
-            return re.compile("[0-9]|[^0-9]+" if each else "[0-9]+|[^0-9]+").findall
-        case {"type": "ByteLevel", "add_prefix_space": False, "use_regex": bool(cuts)}:
-            return _by(_GPT2) if cuts else _whole
-    return None
+    cuts: list[Cut] = []
+    for each in steps:
+        cut: Cut | None = None
+        match each:
+            case {"type": "Split", "pattern": {"Regex": str(pattern)}, "behavior": "Isolated", "invert": False}:
+                cut = _by(pattern)
+            case {"type": "Digits", "individual_digits": bool(single)}:
+                cut = re.compile("[0-9]|[^0-9]+" if single else "[0-9]+|[^0-9]+").findall
+            case {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}:
+                cut = _by(_GPT2)
+            case {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}:
+                continue
+        if cut is None:
+            return None
+        cuts.append(cut)
+    return cuts
 
 
 def _by(pattern: str) -> Cut | None:

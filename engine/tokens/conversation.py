@@ -24,7 +24,7 @@ import numpy as np
 
 from engine.errors import BackendError, RenderError
 from engine.schemas.generation import Generation
-from engine.schemas.message import MalformedCall, Message, ToolCall
+from engine.schemas.message import Message, ToolCall
 from engine.schemas.trajectory import Branch
 from engine.tokens.bridge.bridge import ReplyEnd
 from engine.tokens.bridge.kinds import MessageKinds, View, kind_of
@@ -35,16 +35,6 @@ from engine.tokens.views import IntendedTokens, Thread
 
 TAIL = 64
 """Ids before a reply that its parser may look at."""
-
-
-class Reply(msgspec.Struct, frozen=True):
-    """A reply of the model."""
-
-    message: Message
-    attempts: list[ToolCall | MalformedCall]
-    """Its tool calls and malformed calls, in order."""
-    text: str
-    """The message's content."""
 
 
 class TurnPlace(msgspec.Struct, frozen=True, gc=False):
@@ -396,8 +386,8 @@ class Conversation:
 
     # --- replies ------------------------------------------------------------------------------------------
 
-    def reply(self, generation: Generation, turn: int) -> Reply:
-        """Append what was sampled from `prompt()` to the tape, and parse it.
+    def reply(self, generation: Generation, turn: int) -> ParsedReply:
+        """Append what was sampled from `prompt()` to the tape, parse it, and add its message.
 
         Raises:
             BackendError, ImageError: As `check` does.
@@ -423,7 +413,7 @@ class Conversation:
         self._end = ReplyEnd(int(ids[-1]) if end > start else None, parsed.thinking, sampled, parsed.bare)
         return self._replied(parsed, TurnPlace(self._at, start, end), ids)
 
-    def _reply_in_text(self, tape: Tape, generation: Generation, text: str, turn: int) -> Reply:
+    def _reply_in_text(self, tape: Tape, generation: Generation, text: str, turn: int) -> ParsedReply:
         """The reply of a backend that gives text and no ids: nothing counts as sampled, and its text is on the tape
         with loss mask 0."""
         start, end = tape.append_reply(generation, turn)
@@ -433,7 +423,8 @@ class Conversation:
             parsed, text = replies.given(text, generation.reasoning, generation.calls)
         else:
             parsed = replies.parse_text(text, turn=turn, tools=self.tools or ())
-        tape.append_text(self.template.encode(text))
+        tape.append("bridge", self.template.encode(text))
+        tape.texts.append((end, len(tape)))
         self._written = text
         self._end = ReplyEnd(None, parsed.thinking, None if replies.is_plain(parsed) else text)
         return self._replied(parsed, TurnPlace(self._at, start, end), signed=generation.signed)
@@ -444,7 +435,7 @@ class Conversation:
         place: TurnPlace,
         ids: IntVector | None = None,
         signed: list[dict[str, Any]] | None = None,
-    ) -> Reply:
+    ) -> ParsedReply:
         views, thread = self.template.views, self.thread
         calls: list[Any] = parsed.attempts
         if not parsed.as_calls:
@@ -468,7 +459,7 @@ class Conversation:
         self.asked[at] = ConversationMark(
             thread, number + 1, at, length, self._kinds, end, self.tools, self.whole, self._made
         )
-        return Reply(message, parsed.attempts, parsed.content)
+        return parsed
 
     def check(self, generation: Generation) -> None:
         """Refuse a reply that the model cannot have sampled. The reply that was checked last is not checked again.

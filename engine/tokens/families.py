@@ -112,8 +112,14 @@ class FamilyTemplate(ChatTemplate):
         Raises:
             RenderError: the renderer refuses the messages.
         """
+        shown = [  # with an image in each image part, as the library reads messages
+            {**view, "content": [{**part, "image": _blank()} if part["type"] == "image" else part for part in content]}
+            if isinstance(content := view["content"], list)
+            else view
+            for view in views
+        ]
         try:
-            return list(self._renderer.render_ids(_shown(views), tools=tools, add_generation_prompt=True))
+            return list(self._renderer.render_ids(shown, tools=tools, add_generation_prompt=True))
         except Exception as error:
             raise RenderError(f"the renderer {self.name!r} refuses these messages: {error}") from error
 
@@ -182,13 +188,3 @@ def _blank() -> Any:
     from PIL import Image
 
     return Image.new("RGB", (1, 1))
-
-
-def _shown(views: Sequence[View]) -> list[View]:
-    """Messages as `renderers` reads them: with an image in each image part."""
-    return [
-        {**view, "content": [{**part, "image": _blank()} if part["type"] == "image" else part for part in content]}
-        if isinstance(content := view["content"], list)
-        else view
-        for view in views
-    ]

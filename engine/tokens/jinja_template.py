@@ -28,7 +28,6 @@ from typing import Any
 import structlog
 from jinja2 import Template, nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.visitor import NodeTransformer
 
 from engine.errors import RenderError
 from engine.schemas.model import ModelSpec
@@ -102,75 +101,59 @@ def characters(value: Any) -> Any:
     return _units(value) if _marked(value) else value
 
 
-class _Quoted:
-    """The methods of a quoted text, as those of the text before quoting."""
-
-    def __init__(self, text: str, quoting: Quoting) -> None:
-        self._text, self._quoting = text, quoting
-
-    def method(self, name: str) -> Any:
-        """A method by name."""
-        if name in _TOLD:
-            return getattr(unquote(self._text), name)
-        if name in _LISTS:
-            return partial(self._pieces, name)
-        if name in ("strip", "lstrip", "rstrip", "removeprefix", "removesuffix"):
-            return partial(self._trimmed, name)
-        return partial(self.replaced) if name == "replace" else getattr(self._text, name)
-
-    def _pieces(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        text, units = unquote(self._text), _units(self._text)
-        quoted, at = [], 0
-        pieces = getattr(text, name)(*map(plain, args), **kwargs)
-        for piece in pieces:
-            at = text.index(piece, at)
-            quoted.append("".join(units[at : at + len(piece)]))
-            at += len(piece)
-        return type(pieces)(quoted)
-
-    def _trimmed(self, name: str, *args: Any) -> str:
-        text, units = unquote(self._text), _units(self._text)
-        trimmed = getattr(text, name)(*map(plain, args))
-        start = 0
-        if name == "strip":  # what is before begins with none of its characters
-            start = text.index(trimmed)
-        elif name in ("lstrip", "removeprefix"):
-            start = len(text) - len(trimmed)
-        return "".join(units[start : start + len(trimmed)])
-
-    def replaced(self, old: str, new: str, count: int = -1) -> str:
-        """`replace`. Added tokens that the replacement forms are quoted."""
-        pieces = self._pieces("split", old, count) if plain(old) else [self._text]
-        return self._quoting.quote_new(new.join(pieces), self._text)
+def _pieces(quoted: str, name: str, *args: Any, **kwargs: Any) -> Any:
+    """What a method that takes a text apart gives for the text before quoting, with the marks."""
+    text, units = unquote(quoted), _units(quoted)
+    found, at = [], 0
+    pieces = getattr(text, name)(*map(plain, args), **kwargs)
+    for piece in pieces:
+        at = text.index(piece, at)
+        found.append("".join(units[at : at + len(piece)]))
+        at += len(piece)
+    return type(pieces)(found)
 
 
-class _SeenThrough(NodeTransformer):
-    """Wraps what a template looks at."""
+def _trimmed(quoted: str, name: str, *args: Any) -> str:
+    """What a method that trims a text gives for the text before quoting, with the marks."""
+    text, units = unquote(quoted), _units(quoted)
+    trimmed = getattr(text, name)(*map(plain, args))
+    start = 0
+    if name == "strip":  # what is before begins with none of its characters
+        start = text.index(trimmed)
+    elif name in ("lstrip", "removeprefix"):
+        start = len(text) - len(trimmed)
+    return "".join(units[start : start + len(trimmed)])
 
-    @staticmethod
-    def _wrapped(node: nodes.Node, filter_: str, *args: nodes.Expr) -> nodes.Expr:
-        return nodes.Filter(node, filter_, list(args), [], None, None, lineno=node.lineno)
 
-    def generic_visit(self, node: nodes.Node, *args: Any, **kwargs: Any) -> nodes.Node:
-        """Wrap what a node looks at, after its parts."""
-        super().generic_visit(node, *args, **kwargs)
+def _replaced(quoting: Quoting, quoted: str, old: str, new: str, count: int = -1) -> str:
+    """`replace`. Added tokens that the replacement forms are quoted."""
+    pieces = _pieces(quoted, "split", old, count) if plain(old) else [quoted]
+    return quoting.quote_new(new.join(pieces), quoted)
+
+
+def _filtered(node: nodes.Node, name: str, *args: nodes.Expr) -> nodes.Expr:
+    return nodes.Filter(node, name, list(args), [], None, None, lineno=node.lineno)
+
+
+def _see_through(tree: nodes.Template) -> None:
+    """Wrap what a template looks at."""
+    for node in list(tree.find_all(nodes.Node)):
         match node:
             case nodes.Compare():
-                node.expr = self._wrapped(node.expr, "plain")
+                node.expr = _filtered(node.expr, "plain")
                 for operand in node.ops:
-                    operand.expr = self._wrapped(operand.expr, "plain")
+                    operand.expr = _filtered(operand.expr, "plain")
             case nodes.Test() if node.name in _TESTS:
-                node.node = self._wrapped(node.node, "plain")
+                node.node = _filtered(node.node, "plain")
             case nodes.Filter(node=nodes.Expr() as text, name="length" | "count" | "wordcount" | "int" | "float"):
-                node.node = self._wrapped(text, "plain")
+                node.node = _filtered(text, "plain")
             case nodes.Filter(node=nodes.Expr() as text, name="list" | "first" | "last"):
-                node.node = self._wrapped(text, "characters")
+                node.node = _filtered(text, "characters")
             case nodes.Getitem(arg=nodes.Slice() as part):  # slices do not go through the environment
                 ends = [nodes.Const(None) if end is None else end for end in (part.start, part.stop, part.step)]
-                return self._wrapped(node.node, "cut", *ends)
+                node.node, node.arg = _filtered(node.node, "cut", *ends), nodes.Slice(None, None, None)
             case nodes.For():
-                node.iter = self._wrapped(node.iter, "characters")
-        return node
+                node.iter = _filtered(node.iter, "characters")
 
 
 @lru_cache(maxsize=64)
@@ -189,14 +172,20 @@ def compile_quoted(source: str, quoting: Quoting) -> Template:
         def getattr(self, obj: Any, attribute: str) -> Any:
             """`obj.attribute`"""
             if (
-                isinstance(obj, str)
-                and (MARK in obj or attribute == "replace")
-                and not attribute.startswith("_")
-                and attribute not in FORMATS
-                and hasattr(str, attribute)
+                not isinstance(obj, str)
+                or not (MARK in obj or attribute == "replace")
+                or attribute.startswith("_")
+                or attribute in FORMATS
+                or not hasattr(str, attribute)
             ):
-                return _Quoted(obj, quoting).method(attribute)
-            return super().getattr(obj, attribute)
+                return super().getattr(obj, attribute)
+            if attribute in _TOLD:
+                return getattr(unquote(obj), attribute)
+            if attribute in _LISTS:
+                return partial(_pieces, obj, attribute)
+            if attribute in ("strip", "lstrip", "rstrip", "removeprefix", "removesuffix"):
+                return partial(_trimmed, obj, attribute)
+            return partial(_replaced, quoting, obj) if attribute == "replace" else getattr(obj, attribute)
 
         def getitem(self, obj: Any, argument: Any) -> Any:
             """`obj[argument]`"""
@@ -220,12 +209,11 @@ def compile_quoted(source: str, quoting: Quoting) -> Template:
             chars
         ),
         "truncate": truncate,
-        "replace": lambda value, *args: _Quoted(value if isinstance(value, str) else str(value), quoting).replaced(
-            *args
-        ),
+        "replace": lambda value, *args: _replaced(quoting, value if isinstance(value, str) else str(value), *args),
     }
     environment.filters.update(changes)
-    tree = _SeenThrough().visit(environment.parse(source))
+    tree = environment.parse(source)
+    _see_through(tree)
     tree.set_environment(environment)
     return environment.from_string(tree)
 
@@ -289,7 +277,12 @@ class JinjaSource:
             RenderError: The template refuses these messages.
         """
         if self._in_parts:
-            views = [_in_parts(view) for view in views]
+            views = [
+                {**view, "content": [{"type": "text", "text": view["content"]}]}
+                if isinstance(view["content"], str)
+                else view
+                for view in views
+            ]
         if self.reasoning_key != "reasoning_content":
             views = [
                 {**view, self.reasoning_key: view["reasoning_content"]} if "reasoning_content" in view else view
@@ -312,9 +305,15 @@ class JinjaSource:
                 messages=views, tools=tools, documents=None, add_generation_prompt=True, **self._variables
             )
         except Exception as error:
-            raise RenderError(
-                f"the chat template refuses these messages: {str(error).rstrip('.')}{_advice(views)}"
-            ) from error
+            advice = ""
+            if any(view["role"] == "tool" for view in views):
+                advice = ". If it knows no tool messages, set model.tool_role: user"
+            if any(view["role"] == "system" for view in views[1:]):
+                advice += (
+                    ". If it wants no system message after the first message, set model.hidden_roles: [system] to "
+                    "leave them out"
+                )
+            raise RenderError(f"the chat template refuses these messages: {str(error).rstrip('.')}{advice}") from error
 
     def _seen_through(self, views: Sequence[View], tools: list[View] | None, written: str) -> str:
         """What the template writes when it tests and cuts texts as they were before quoting, quoted as `written` is.
@@ -364,23 +363,6 @@ class JinjaSource:
             return False
 
 
-def _in_parts(view: View) -> View:
-    content = view["content"]
-    return {**view, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else view
-
-
-def _advice(views: Sequence[View]) -> str:
-    advice = ""
-    if any(view["role"] == "tool" for view in views):
-        advice = ". If it knows no tool messages, set model.tool_role: user"
-    if any(view["role"] == "system" for view in views[1:]):
-        advice += (
-            ". If it wants no system message after the first message, set model.hidden_roles: [system] to leave them "
-            "out"
-        )
-    return advice
-
-
 class JinjaTemplate(ChatTemplate):
     """The generic format: the tokenizer's own chat template, or the spec's.
 
@@ -408,7 +390,7 @@ class JinjaTemplate(ChatTemplate):
         """What writes conversations as the template does, without the tokenizer."""
         source.quoting = tokenizer.quoting
         self.looked, self.inspected, self.sought = looks(source.keys, "".join(source.sources))
-        self.bridges.follow(source.keys)
+        self.bridges.keys, self.bridges.whole = source.keys, next(iter(source.keys.whole_because), None)
         self.close_id, openers, self._ends = find_ends(self)
         stops = [self.close_id, *eos, tokenizer.eos_token_id, *openers]
         self.stop_token_ids = list(dict.fromkeys(id_ for id_ in stops if id_ is not None))

@@ -221,13 +221,6 @@ class Tape:
         self._put(_GENERATED, generation.output_ids, turn)
         return start, start + count
 
-    def append_text(self, ids: Sequence[int]) -> None:
-        """Append the text of a reply that came without ids, directly after it (`append_reply`): nothing of it counts as
-        sampled."""
-        start = self._length
-        self.append("bridge", ids)
-        self.texts.append((start, self._length))
-
     def _put(self, code: int, tokens: IntVector, turn: int) -> None:
         start, end = self._length, self._length + len(tokens)
         if end > len(self._ids):

@@ -96,20 +96,19 @@ class Quoting:
 
     def quote(self, text: str, intended: Sequence[Span] = ()) -> str:
         """The text with every added token in it quoted, except those in the spans `intended`."""
-        for start in self._quotes:
-            if start in text:
-                return self._quote(text, intended)
-        return text
-
-    def _quote(self, text: str, intended: Sequence[Span]) -> str:
+        for character in self._quotes:
+            if character in text:
+                break
+        else:
+            return text
         parts: list[str] = []
         at = 0
         for start, end in self.spans(text):
             if any(first <= start and end <= last for first, last in intended):
                 continue
-            parts += [_doubled(text[at : start + 1]), MARK]
+            parts += [text[at : start + 1].replace(MARK, MARK + MARK), MARK]
             at = start + 1
-        return "".join([*parts, _doubled(text[at:])])
+        return "".join([*parts, text[at:].replace(MARK, MARK + MARK)])
 
     def quote_new(self, text: str, before: str) -> str:
         """A quoted text that was made of the quoted text `before`, in which the tokens that `before` did not spell are
@@ -119,10 +118,6 @@ class Quoting:
         for start, _ in reversed(self.spans(text)):
             text = text[: start + 1] + MARK + text[start + 1 :]
         return text
-
-
-def _doubled(text: str) -> str:
-    return text.replace(MARK, MARK + MARK)
 
 
 def _refusal(why: str) -> RenderError:

@@ -125,24 +125,18 @@ class TaggedFormat(ToolCallFormat):
             end, again = text.find(closing, inside), text.find(opening, inside)
             closed = end >= 0 and not 0 <= again < end
             at = end + len(closing) if closed else (again if again >= 0 else len(text))
-            body = text[inside:end].strip() if closed else None
-            attempts.append(self._attempt(body, text[start:at], tools, f"{prefix}_{len(attempts)}"))
+            body, raw = text[inside:end].strip(), text[start:at]
+            try:
+                if not closed:
+                    raise UnreadableCall(unclosed(opening, closing))
+                if len(body) > LONGEST_CALL:
+                    raise UnreadableCall(f"It is longer than {LONGEST_CALL} characters.")
+                name, arguments = self.read_body(body, tools)
+                attempts.append(storable_call(f"{prefix}_{len(attempts)}", name, arguments, raw))
+            except UnreadableCall as problem:
+                attempts.append(MalformedCall(raw=raw, problem=str(problem)))
         outside.append(text[at:])
         return ParsedCalls(content="".join(outside).rstrip(), attempts=attempts)
-
-    def _attempt(
-        self, body: str | None, raw: str, tools: Sequence[dict[str, Any]], id_: str
-    ) -> ToolCall | MalformedCall:
-        """One attempt at a call. `body` is None where it is not closed."""
-        if body is None:
-            return MalformedCall(raw=raw, problem=unclosed(*self.marks))
-        try:
-            if len(body) > LONGEST_CALL:
-                raise UnreadableCall(f"It is longer than {LONGEST_CALL} characters.")
-            name, arguments = self.read_body(body, tools)
-        except UnreadableCall as problem:
-            return MalformedCall(raw=raw, problem=str(problem))
-        return storable_call(id_, name, arguments, raw)
 
 
 def parse_calls(form: ToolCallFormat, text: str, tools: Sequence[dict[str, Any]], prefix: str) -> ParsedCalls:
@@ -318,21 +312,17 @@ def _bind(call: ast.Call, source: str, parameters: dict[str, str], sole: str | N
     for key, node in given:
         if key in arguments:
             raise UnreadableCall(f"It gives {key} twice.")
-        arguments[key] = _value(key, node, source, parameters.get(key, ""))
+        if parameters.get(key) == "string" and not _is_text(node):  # taken as it is written
+            arguments[key] = ast.get_source_segment(source, node)
+        elif isinstance(node, ast.Name) and node.id.lower() in _JSON_WORDS:
+            arguments[key] = _JSON_WORDS[node.id.lower()]
+        else:
+            arguments[key] = _value_of(key, node)
     return arguments
 
 
 def _is_text(node: ast.expr) -> bool:
     return isinstance(node, ast.Constant) and isinstance(node.value, str)
-
-
-def _value(key: str, node: ast.expr, source: str, type_: str) -> Any:
-    """One argument. Where the type is string, anything that is not a string literal is taken as it is written."""
-    if type_ == "string" and not _is_text(node):
-        return ast.get_source_segment(source, node)
-    if isinstance(node, ast.Name) and node.id.lower() in _JSON_WORDS:
-        return _JSON_WORDS[node.id.lower()]
-    return _value_of(key, node)
 
 
 class PythonicFormat(ToolCallFormat):

@@ -316,10 +316,26 @@ class ImageProcessing:
             ImageError: Kind `image_refused`: the processor scales the copy again, because its aspect ratio is too
                 large.
         """
+        from PIL import Image
+
         image = open_pixels(data)
         plan = self._plan(image.size, image.mode)
+        family, sized = self.family, self.sized
         try:
-            copy = self._copy(image, plan)
+            if isinstance(family, TiledFamily):
+                raise ValueError("its tiles and the whole image are scaled separately")
+            if plan is None or sized is None:
+                tensors, _, wanted, _ = family.process(self.processor, image)
+                copy = family.scale(self.processor, image, wanted)
+                copied, _, grid, _ = family.process(self.processor, copy)
+                same = grid == wanted and all(np.array_equal(copied[name], tensors[name]) for name in copied)
+            else:
+                copy = Image.fromarray(scaled_pixels(image, plan.recipe)[0])
+                again = sized.plan(*copy.size)
+                grid, same = again.grid, all(size == copy.size for size in again.recipe.sizes)
+            if not same:
+                size = f"{copy.size[0]} x {copy.size[1]}"
+                raise ValueError(f"a copy of {size} pixels is scaled again, to the grid {grid}")
         except (ValueError, TypeError) as error:
             raise ImageError(
                 f"an image of {image.size[0]} x {image.size[1]} pixels cannot be sent to a server exactly: {error}; "
@@ -329,26 +345,6 @@ class ImageProcessing:
         buffer = io.BytesIO()
         copy.save(buffer, "PNG", compress_level=1)
         return buffer.getvalue()
-
-    def _copy(self, image: Any, plan: ImagePlan | None) -> Any:
-        """Raises: ValueError: the processor scales the copy again, or the copy's tensors are not the image's."""
-        from PIL import Image
-
-        family, sized = self.family, self.sized
-        if isinstance(family, TiledFamily):
-            raise ValueError("its tiles and the whole image are scaled separately")
-        if plan is None or sized is None:
-            tensors, _, wanted, _ = family.process(self.processor, image)
-            copy = family.scale(self.processor, image, wanted)
-            copied, _, grid, _ = family.process(self.processor, copy)
-            same = grid == wanted and all(np.array_equal(copied[name], tensors[name]) for name in copied)
-        else:
-            copy = Image.fromarray(scaled_pixels(image, plan.recipe)[0])
-            again = sized.plan(*copy.size)
-            grid, same = again.grid, all(size == copy.size for size in again.recipe.sizes)
-        if not same:
-            raise ValueError(f"a copy of {copy.size[0]} x {copy.size[1]} pixels is scaled again, to the grid {grid}")
-        return copy
 
 
 def _refused(size: tuple[int, int], error: Exception) -> ImageError:

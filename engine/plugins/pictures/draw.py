@@ -55,18 +55,8 @@ SWEEPS = 64
 """How often boxes are moved towards their neighbours."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Row:
-    """One row of a label: the event, its guard and its count."""
-
-    event: str
-    guard: str
-    count: str = ""
-
-    @property
-    def width(self) -> float:
-        parts = [part for part in (self.event, self.guard, self.count) if part]
-        return len(" ".join(parts)) * LABEL_SIZE * 0.61
+_Row = tuple[str, str, str]
+"""One row of a label: the event, its guard and its count."""
 
 
 def _rows(edge: DrawnEdge) -> list[_Row]:
@@ -85,26 +75,27 @@ def _rows(edge: DrawnEdge) -> list[_Row]:
 
 def _guarded(events: str, guard: str | None, count: str) -> list[_Row]:
     *before, name = textwrap.wrap(events, EVENT_COLUMNS)
-    rows = [_Row(row, "") for row in before]
+    rows = [(row, "", "") for row in before]
     if guard is None:
-        return [*rows, _Row(name, "", count)]
+        return [*rows, (name, "", count)]
     bracketed = f"[{' '.join(guard.split())}]"
     if len(name) + 1 + len(bracketed) <= GUARD_COLUMNS:
-        return [*rows, _Row(name, bracketed, count)]
-    rows.append(_Row(name, "", count))
+        return [*rows, (name, bracketed, count)]
+    rows.append((name, "", count))
     line = ""
     for clause in re.split(r"(?<=&&) |(?<=\|\|) ", bracketed):
         if line and len(line) + 1 + len(clause) > GUARD_COLUMNS:
-            rows.append(_Row("", line))
+            rows.append(("", line, ""))
             line = ""
         line = f"{line} {clause}".strip()
         *full, line = textwrap.wrap(line, GUARD_COLUMNS, break_long_words=False, break_on_hyphens=False)
-        rows += [_Row("", part) for part in full]
-    return [*rows, _Row("", line)]
+        rows += [("", part, "") for part in full]
+    return [*rows, ("", line, "")]
 
 
 def _size(rows: list[_Row]) -> tuple[float, float]:
-    return max(row.width for row in rows) + 10.0, len(rows) * LINE + 4.0
+    longest = max(len(" ".join(filter(None, row))) for row in rows)
+    return longest * LABEL_SIZE * 0.61 + 10.0, len(rows) * LINE + 4.0
 
 
 def _action(name: str, drawn: Picture) -> tuple[str, str]:
@@ -250,13 +241,13 @@ def _label(link: Link, edge: DrawnEdge) -> str:
 def _text(rows: list[_Row], x: float, top: float, anchor: str, edge: DrawnEdge) -> str:
     parts = []
     ink = MUTED if edge.source == ANY_STATE or edge.count == 0 else INK
-    for index, row in enumerate(rows):
+    for index, (event, guard, count) in enumerate(rows):
         spans = " ".join(
             f'<tspan fill="{fill}"{weight}>{escape(text)}</tspan>'
             for text, fill, weight in (
-                (row.event, ink, ""),
-                (row.guard, GUARD, ""),
-                (row.count, ink, ' font-weight="bold"'),
+                (event, ink, ""),
+                (guard, GUARD, ""),
+                (count, ink, ' font-weight="bold"'),
             )
             if text
         )

@@ -80,10 +80,6 @@ class Bridges:
         self._verdicts: dict[Any, BridgeVerdict] = {}
         self._wrappers: dict[Any, Wrapper | None] = {}
 
-    def follow(self, keys: TemplateKeys) -> None:
-        """Rely on the checks of probes as far as what the template tests allows it."""
-        self.keys, self.whole = keys, next(iter(keys.whole_because), None)
-
     def between(
         self,
         kinds: MessageKinds,

@@ -206,7 +206,14 @@ class Reading:
         one."""
         if not self.loops[-1][1] and any(labels & (Of.LATCH | Of.STATE) for _, _, labels in self.tests):
             return False
-        return any(holds and any(map(_says_user, conjuncts(test))) for test, holds, _ in self.tests)
+        for part in (part for test, holds, _ in self.tests if holds for part in conjuncts(test)):
+            match part:
+                case nodes.Compare(
+                    expr=nodes.Getattr(attr="role") | nodes.Getitem(arg=nodes.Const(value="role")),
+                    ops=[nodes.Operand(op="eq", expr=nodes.Const(value="user"))],
+                ):
+                    return True
+        return False
 
     def in_messages(self) -> bool:
         """Whether the current node is reached for several messages."""
@@ -245,15 +252,13 @@ class Reading:
 
     def crosses(self, text: str, equal: bool) -> bool:
         """Whether a text may be in contents with the template's texts around them although it is in no content."""
-        return any(around in text if equal else _overlap(text, around) for around in self.around)
-
-
-def _overlap(text: str, around: str) -> bool:
-    """Whether a text may occur in contents with `around` next to them although it occurs in no content."""
-    if not around or text in around or around in text:
-        return True
-    sizes = range(1, min(len(text), len(around)))
-    return any(around.endswith(text[:size]) or text.endswith(around[:size]) for size in sizes)
+        for around in self.around:
+            if around in text or (not equal and text in around):
+                return True
+            sizes = range(0 if equal else min(len(text), len(around)))
+            if any(around.endswith(text[:size]) or text.endswith(around[:size]) for size in sizes if size):
+                return True
+        return False
 
 
 def conjuncts(test: nodes.Node) -> Iterator[nodes.Node]:
@@ -263,14 +268,3 @@ def conjuncts(test: nodes.Node) -> Iterator[nodes.Node]:
         yield from conjuncts(test.right)
     else:
         yield test
-
-
-def _says_user(test: nodes.Node) -> bool:
-    """Whether a test is `message.role == "user"`."""
-    match test:
-        case nodes.Compare(
-            expr=nodes.Getattr(attr="role") | nodes.Getitem(arg=nodes.Const(value="role")),
-            ops=[nodes.Operand(op="eq", expr=nodes.Const(value="user"))],
-        ):
-            return True
-    return False

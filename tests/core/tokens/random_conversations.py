@@ -169,9 +169,9 @@ class Told:
         if checked:
             self.conversation.check(generation)
         reply = self.conversation.reply(generation, turn)
-        self._keep(reply.message)
+        self._keep(self.conversation.messages[-1])
         self.after[turn] = self.conversation.mark(), [*self.shown], [*self.numbers]
-        return reply.message, reply.attempts, reply.text
+        return self.conversation.messages[-1], reply.attempts, reply.content
 
     def resume(self, turn: int | None, messages: list[Message], tools: list[dict[str, Any]], again: bool) -> None:
         mark, shown, numbers = (None, [], []) if turn is None else self.after[turn]

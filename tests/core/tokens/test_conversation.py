@@ -43,7 +43,7 @@ def test_tool_calls_in_parallel_are_bridged_as_the_template_has_them(formats: Fo
             '</tool_call>\n<tool_call>\n{"name": "calculate", "arguments": {"expression": "2 + 2"}}\n</tool_call><|im_end|>'
         )
         reply = conversation.reply(said(form, text), 0)
-        assert reply.message.reasoning == "Two sums."
+        assert reply.reasoning == "Two sums."
         assert reply.attempts == [
             ToolCall(id="call_0_0", name="calculate", arguments={"expression": "1 + 1"}),
             ToolCall(id="call_0_1", name="calculate", arguments={"expression": "2 + 2"}),
@@ -139,7 +139,7 @@ def test_a_reply_cut_in_its_reasoning_is_closed_as_the_template_closes_reasoning
         conversation.prompt()
         sampled = form.encode("<think>\nLet me")
         reply = conversation.reply(generation(sampled, "length"), 0)
-        assert (reply.message.content, reply.message.reasoning) == ("", "Let me")
+        assert (reply.content, reply.reasoning) == ("", "Let me")
         conversation.add([tool("too long")])
         prompt = conversation.prompt()
         (row,) = to_the_end(conversation)
@@ -193,7 +193,7 @@ def test_the_small_models_template_is_bridged_with_its_default_system_message(fo
     conversation.prompt()
     reply = conversation.reply(said(form, "Let me see. <call>calculate(3 * 4)</call><|im_end|>"), 0)
     assert reply.attempts == [ToolCall(id="call_0_0", name="calculate", arguments={"expression": "3 * 4"})]
-    assert reply.text == "Let me see."
+    assert reply.content == "Let me see."
     conversation.add([tool("12")])
     assert form.decode(conversation.prompt()) == (
         "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\nWhat is 3 * 4?<|im_end|>\n"
@@ -214,7 +214,7 @@ def test_a_branch_shows_unreadable_calls_as_they_were_written(formats: Formats) 
         (attempt,) = reply.attempts
         assert isinstance(attempt, MalformedCall)
         assert "JSON" in attempt.problem
-        assert reply.message.tool_calls == []
+        assert conversation.messages[-1].tool_calls == []
         conversation.add([user("Try again.")])
         assert f"<|im_start|>assistant\nSo:\n{raw}<|im_end|>\n" in form.decode(conversation.prompt())
 

@@ -19,8 +19,9 @@ from test_families import FAMILIES
 from engine.schemas.message import MalformedCall, ToolCall
 from engine.schemas.model import ModelSpec
 from engine.tokens.choosing import TOOL, written
-from engine.tokens.conversation import Conversation, Reply
+from engine.tokens.conversation import Conversation
 from engine.tokens.loading import load_format
+from engine.tokens.reply_parser import ParsedReply
 from engine.tokens.template import ChatTemplate
 
 SECTIONS = (
@@ -111,9 +112,9 @@ def check(form: ChatTemplate, pieces: list[Piece]) -> None:
         _check_branch(bare(shown), pieces, reply)
 
 
-def _check_message(rest: str, pieces: list[Piece], reply: Reply) -> None:
+def _check_message(rest: str, pieces: list[Piece], reply: ParsedReply) -> None:
     """The sampled text, without white space, is the content, the reasoning, the calls that were read, and markers."""
-    message, left = reply.message, list(pieces)
+    left = list(pieces)
     malformed = any(isinstance(attempt, MalformedCall) for attempt in reply.attempts)
     for attempt in reply.attempts:
         if isinstance(attempt, ToolCall) and not malformed:
@@ -124,18 +125,18 @@ def _check_message(rest: str, pieces: list[Piece], reply: Reply) -> None:
             left.remove(piece)
             assert bare(piece.text) in rest
             rest = rest.replace(bare(piece.text), "", 1)
-    found = Counter(bare(message.text) + bare(message.reasoning or ""))
+    found = Counter(bare(reply.content) + bare(reply.reasoning or ""))
     texts = {rest}
     for marker in MARKERS:
         texts |= {text.replace(marker, "", 1) for text in texts}
-    assert found in [Counter(text) for text in texts], (rest, message)
+    assert found in [Counter(text) for text in texts], (rest, reply)
 
 
-def _check_branch(shown: str, pieces: list[Piece], reply: Reply) -> None:
+def _check_branch(shown: str, pieces: list[Piece], reply: ParsedReply) -> None:
     """What no template takes for reasoning is shown: all after the last marker that closes it, and all calls."""
     text = "\n".join(piece.text for piece in pieces)
     seen = text.rpartition("</think>")[2]
-    if "</think>" not in text and reply.message.reasoning is not None:
+    if "</think>" not in text and reply.reasoning is not None:
         first = next((piece.text for piece in pieces[1:] if len(piece.text) > len("Kq0z is so.")), None)
         seen = text[text.index(first) :] if reply.attempts and first else ""
     for piece in pieces:
@@ -219,6 +220,6 @@ def test_blocks_of_harmony_that_are_in_no_known_channel_are_content(
     conversation.prompt()
     reply = conversation.reply(generation(form.encode("<|start|>assistant".join(blocks))), 0)
     read = [attempt.arguments["text"] if isinstance(attempt, ToolCall) else None for attempt in reply.attempts]
-    assert (reply.message.reasoning, reply.message.text, read or ["-"]) == (reasoning, content, calls)
+    assert (reply.reasoning, reply.content, read or ["-"]) == (reasoning, content, calls)
     conversation.add([user("Q2?")])
     assert bare(content) in bare(form.decode(conversation.prompt()))

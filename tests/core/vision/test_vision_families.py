@@ -98,8 +98,10 @@ def test_qwen3_vl_is_rendered_by_its_family_and_by_its_template_alike(
     conversation.open([Message(role="user", content=[seen(form.vision, FIRST)])])
     conversation.prompt()
     said = f'<tool_call>\n{{"name": "{call["name"]}", "arguments": {{"where": "left"}}}}\n</tool_call>'
-    made = conversation.reply(reply(form, said), 0)
-    assert [(call.name, call.arguments) for call in made.message.tool_calls] == [("look", {"where": "left"})]
+    conversation.reply(reply(form, said), 0)
+    assert [(call.name, call.arguments) for call in conversation.messages[-1].tool_calls] == [
+        ("look", {"where": "left"})
+    ]
     conversation.add([Message(role="tool", content=[TextPart(text="left:"), seen(form.vision, SECOND)], name="look")])
     pads = "<|vision_start|>" + "<|image_pad|>" * 4 + "<|vision_end|>"
     more = "<|vision_start|>" + "<|image_pad|>" * 6 + "<|vision_end|>"
