@@ -6,10 +6,10 @@ is imported.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from engine.errors import BackendError
+from engine.plugin import load
 
 if TYPE_CHECKING:
     from engine.backends.backend import Backend
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 def runtime_class(declared: type[BackendBase]) -> type[Backend]:
     """The class that runs backends with this config class."""
-    module, _, name = declared.runtime.partition(":")
-    return cast("type[Backend]", getattr(import_module(module), name))
+    runtime: type[Backend] = load(declared.runtime)
+    return runtime
 
 
 def open_backend(loaded: LoadedSpec, format: ChatTemplate) -> Backend:

@@ -174,24 +174,22 @@ class ScriptedBackend(Backend):
         stop = request.sampling.stop
         stop_ids = [] if request.sampling.ignore_eos else request.stop_token_ids
         key = (id(reply), tuple(stop), tuple(stop_ids))
-        if key not in self._ends:
-            self._ends[key] = self._find_end(reply, ids, stop, stop_ids)
-        return self._ends[key]
-
-    def _find_end(
-        self, reply: ScriptedReply, ids: np.ndarray, stop: list[str], stop_ids: list[int]
-    ) -> tuple[int, FinishReason]:
+        if key in self._ends:
+            return self._ends[key]
         sampled = ids.tolist()
         ending = frozenset(stop_ids)
         met = next((index for index, token in enumerate(sampled) if token in ending), None)
         end = len(sampled) if met is None else met + 1
         string = StopStrings(self._format.decode, stop).first(sampled[:end]) if stop else None
         if met is not None and (string is None or string[0] >= end):
-            return end, FinishReason(type="stop", matched=sampled[met])
-        if string is not None:
-            return string[0], FinishReason(type="stop", matched=string[1])
-        message = "the script sets `finish: abort`" if reply.finish == "abort" else None
-        return len(ids), FinishReason(type=reply.finish, message=message)
+            found = end, FinishReason(type="stop", matched=sampled[met])
+        elif string is not None:
+            found = string[0], FinishReason(type="stop", matched=string[1])
+        else:
+            message = "the script sets `finish: abort`" if reply.finish == "abort" else None
+            found = len(ids), FinishReason(type=reply.finish, message=message)
+        self._ends[key] = found
+        return found
 
 
 def write_reply(format: ChatTemplate, reply: ScriptedReply) -> list[int]:

@@ -75,16 +75,12 @@ class TaskOrder:
         if not tasks:
             raise TrainError("there are no tasks to train on: check `tasks` in the spec", kind="no_data")
         self._tasks = tasks
+        self.count = len(tasks)
         self._shuffle = shuffle
         self._seed = seed
         self._mix = mix
         self._orders: dict[str, tuple[int, list[int]]] = {}
         """The newest epoch of each source, and the order of its tasks in that epoch."""
-
-    @property
-    def count(self) -> int:
-        """Number of tasks."""
-        return len(self._tasks)
 
     def place(self, number: int) -> tuple[int, int]:
         """The index of a group's task in the list of tasks, and its epoch."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,46 +67,39 @@ def images_folder(path: Path) -> Path:
     return path.with_name(f"{path.name}.images")
 
 
-class TensorFolder:
-    """A folder with one safetensors file per image, named by the image's digest."""
+def tensor_file(path: Path, digest: str) -> Path:
+    """Return the safetensors file of an image's tensors beside a file of rows."""
+    return images_folder(path) / f"{digest.removeprefix(DIGEST)}.safetensors"
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
 
-    def _file(self, digest: str) -> Path:
-        return self.folder / f"{digest.removeprefix(DIGEST)}.safetensors"
+def _write_tensors(path: Path, digest: str, tensors: Callable[[str], Tensors]) -> None:
+    """Write an image's tensors beside a file of rows if they are not there yet.
 
-    def has(self, digest: str) -> bool:
-        """Whether the folder has an image's tensors."""
-        return self._file(digest).is_file()
+    The tensors keep their shapes.
 
-    def write(self, digest: str, tensors: Callable[[str], Tensors]) -> None:
-        """Write an image's tensors if its file does not exist yet.
+    Raises:
+        StoreError: The file cannot be written.
+    """
+    from safetensors.numpy import save
 
-        The tensors keep their shapes.
+    file = tensor_file(path, digest)
+    try:
+        private_folder(file.parent, exist_ok=True)
+        if not file.exists():
+            draft = file.with_suffix(".part")
+            private_file(draft).write_bytes(save(tensors(digest)))
+            draft.replace(file)
+    except OSError as error:
+        raise StoreError(f"cannot write {file}: {error}") from error
 
-        Raises:
-            StoreError: The file cannot be written.
-        """
-        from safetensors.numpy import save
 
-        path = self._file(digest)
-        try:
-            private_folder(self.folder, exist_ok=True)
-            if not path.exists():
-                draft = path.with_suffix(".part")
-                private_file(draft).write_bytes(save(tensors(digest)))
-                draft.replace(path)
-        except OSError as error:
-            raise StoreError(f"cannot write {path}: {error}") from error
+def tensors_beside(path: Path, digest: str) -> Tensors | None:
+    """Read an image's tensors beside a file of rows, in the shapes that were written; None if there is no file."""
+    from safetensors.numpy import load_file
 
-    def read(self, digest: str) -> Tensors | None:
-        """Read an image's tensors, in the shapes that were written; None if there is no file."""
-        from safetensors.numpy import load_file
-
-        path = self._file(digest)
-        tensors: Tensors | None = load_file(path) if path.is_file() else None
-        return tensors
+    file = tensor_file(path, digest)
+    tensors: Tensors | None = load_file(file) if file.is_file() else None
+    return tensors
 
 
 def with_image_files(rows: Iterable[Columns], path: Path, vision: Callable[[], Vision | None]) -> Iterator[Columns]:
@@ -114,14 +108,13 @@ def with_image_files(rows: Iterable[Columns], path: Path, vision: Callable[[], V
     Raises:
         StoreError: A file cannot be written, or the run has images and its model has no vision.
     """
-    folder = TensorFolder(images_folder(path))
     seeing: Vision | None = None
     for columns in rows:
         for image in columns.get("images", ()):
             seeing = seeing or vision()
             if seeing is None:
                 raise StoreError("the run has images, but its model has no vision: was the model replaced?")
-            folder.write(image["image"], seeing.bank.tensors)
+            _write_tensors(path, image["image"], seeing.bank.tensors)
         yield columns
 
 
@@ -161,7 +154,7 @@ def _typed(columns: Columns) -> Columns:
 
 def beside(vision: Vision, path: Path) -> Vision:
     """Return `vision` with the tensors of the images beside a file of rows."""
-    vision.bank.read_tensors_from(TensorFolder(images_folder(path)).read)
+    vision.bank.read_tensors_from(partial(tensors_beside, path))
     return vision
 
 

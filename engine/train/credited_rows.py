@@ -19,6 +19,7 @@ from engine.train.loss_columns import LossColumns
 from engine.train.ratios import LEAST_LOGPROB
 
 if TYPE_CHECKING:
+    from engine.rewards.credit import Member
     from engine.schemas.credit import CreditMethod
     from engine.store.rows.row import Floats, RowCredit, TrainingRow
     from engine.train.learner import Learner
@@ -70,8 +71,8 @@ def credited_columns(
         group.setdefault(row.episode.episode_id, []).append(index)
     columns: dict[int, LossColumns] = {}
     for group in groups.values():
-        turns = {
-            episode: _Turns(
+        own = {
+            episode: _member(
                 [rows[i] for i in indices],
                 None if values is None else [values[i] for i in indices],
                 None if penalties is None else [penalties[i] for i in indices],
@@ -80,9 +81,9 @@ def credited_columns(
             for episode, indices in group.items()
         }
         members = {
-            episode: turns[episode].member if episode in turns else member
+            episode: own.get(episode, member)
             for episode, member in _credit(rows[next(iter(group.values()))[0]]).members.items()
-            if episode in turns or not credit.needs_values  # there are no values of tokens that no row has
+            if episode in own or not credit.needs_values  # there are no values of tokens that no row has
         }
         advantages = credit_tokens(credit, list(members.values()))
         plain = advantages
@@ -91,8 +92,10 @@ def credited_columns(
             without_parts = [replace(member, ledger=replace(member.ledger, parts=())) for member in members.values()]
             plain = credit_tokens(targets or credit, without_parts)
         for episode, of_turns, of_values in zip(members, advantages, plain, strict=True):
-            if episode in turns:
-                columns |= zip(group[episode], turns[episode].columns(of_turns, of_values, credit), strict=True)
+            if episode in own:
+                indices = group[episode]
+                of_rows = _columns([rows[i] for i in indices], own[episode], of_turns, of_values, credit, by_turn)
+                columns |= zip(indices, of_rows, strict=True)
     return [columns[index] for index in range(len(rows))]
 
 
@@ -101,68 +104,64 @@ def _credit(row: TrainingRow) -> RowCredit:
     return row.credit
 
 
-class _Turns:
-    """The turns of one episode, over all of its rows. A turn is sampled in one row."""
+def _member(
+    rows: Sequence[TrainingRow],
+    values: Sequence[Values | Floats] | None,
+    penalties: Sequence[Values] | None,
+    by_turn: bool,
+) -> Member:
+    """The member of one episode with the values and penalties of all of its rows. A turn is sampled in one row."""
+    member = _credit(rows[0]).members[rows[0].episode.episode_id]
+    sizes = np.zeros(member.ledger.turns, np.int64)
+    for row in rows:
+        sizes += np.bincount(row.branch.turn_ids[row.places], minlength=len(sizes))
+    member = replace(member, ends=np.cumsum(sizes).tolist(), values=None, after=0.0, penalties=None)
+    if penalties is not None:
+        member = replace(member, penalties=np.concatenate([np.zeros(0), *_by_turns(rows, penalties, len(sizes))]))
+    if values is None:
+        return member
+    of_turns = [
+        np.full(len(of_turn), of_turn[0]) if by_turn and len(of_turn) else of_turn
+        for of_turn in _by_turns(rows, values, len(sizes))
+    ]
+    last_states = (float(of_row[-1]) for row, of_row in zip(rows, values, strict=True) if _credit(row).cut)
+    return replace(member, values=np.concatenate([np.zeros(0), *of_turns]), after=next(last_states, 0.0))
 
-    def __init__(
-        self,
-        rows: Sequence[TrainingRow],
-        values: Sequence[Values | Floats] | None,
-        penalties: Sequence[Values] | None,
-        by_turn: bool,
-    ) -> None:
-        self._rows = rows
-        self._by_turn = by_turn
-        self._turn_ids = [row.branch.turn_ids[row.places] for row in rows]
-        member = _credit(rows[0]).members[rows[0].episode.episode_id]
-        sizes = np.zeros(member.ledger.turns, np.int64)
-        for turn_ids in self._turn_ids:
-            sizes += np.bincount(turn_ids, minlength=len(sizes))
-        after = 0.0
-        self._values: list[Values] | None = None
-        if values is not None:
-            self._values = [
-                np.full(len(of_turn), of_turn[0]) if by_turn and len(of_turn) else of_turn
-                for of_turn in self._by_turns(values, len(sizes))
-            ]
-            last_states = (float(of_row[-1]) for row, of_row in zip(rows, values, strict=True) if _credit(row).cut)
-            after = next(last_states, 0.0)
-        self.member = replace(
-            member,
-            ends=np.cumsum(sizes).tolist(),
-            values=None if self._values is None else np.concatenate([np.zeros(0), *self._values]),
-            after=after,
-            penalties=None
-            if penalties is None
-            else np.concatenate([np.zeros(0), *self._by_turns(penalties, len(sizes))]),
-        )
 
-    def _by_turns(self, numbers: Sequence[Values | Floats], turns: int) -> list[Values]:
-        """Numbers of the trained tokens of each row, as float64 [trained tokens] for each turn."""
-        by_turn = [np.zeros(0)] * turns
-        for turn_ids, of_row in zip(self._turn_ids, numbers, strict=True):
-            for turn in np.unique(turn_ids):
-                by_turn[turn] = np.asarray(of_row[: len(turn_ids)][turn_ids == turn], np.float64)
-        return by_turn
+def _by_turns(rows: Sequence[TrainingRow], numbers: Sequence[Values | Floats], turns: int) -> list[Values]:
+    """Numbers of the trained tokens of each row, as float64 [trained tokens] for each turn."""
+    by_turn = [np.zeros(0)] * turns
+    for row, of_row in zip(rows, numbers, strict=True):
+        turn_ids = row.branch.turn_ids[row.places]
+        for turn in np.unique(turn_ids):
+            by_turn[turn] = np.asarray(of_row[: len(turn_ids)][turn_ids == turn], np.float64)
+    return by_turn
 
-    def columns(
-        self, advantages: Sequence[Values], plain: Sequence[Values], credit: CreditMethod
-    ) -> Iterator[LossColumns]:
-        """The columns of the episode's rows. `plain`: the advantages if no reward were addressed to a part of a
-        turn."""
-        for row, turn_ids in zip(self._rows, self._turn_ids, strict=True):
-            of_row, values, returns, has_value = (np.zeros(len(turn_ids)) for _ in range(4))
-            for turn in np.unique(turn_ids):
-                here = np.flatnonzero(turn_ids == turn)
-                of_row[here] = advantages[turn]
-                if self._values is not None:
-                    values[here] = of_turn = self._values[turn]
-                    returns[here] = plain[turn] + (of_turn[0] if credit.value_level == "turn" else of_turn)
-                    has_value[here[:1] if self._by_turn else here] = 1.0
-            bonuses = _credit(row).bonuses
-            placed = np.zeros(len(turn_ids), np.float32) if bonuses is None else bonuses
-            extra = {} if self._values is None else {"values": values, "returns": returns, "has_value": has_value}
-            yield LossColumns(row=row, advantages=(placed + of_row).astype(np.float32), extra=extra)
+
+def _columns(
+    rows: Sequence[TrainingRow],
+    member: Member,
+    advantages: Sequence[Values],
+    plain: Sequence[Values],
+    credit: CreditMethod,
+    by_turn: bool,
+) -> Iterator[LossColumns]:
+    """The columns of an episode's rows. `plain`: the advantages if no reward were addressed to a part of a turn."""
+    slices = member.slices()
+    for row in rows:
+        turn_ids = row.branch.turn_ids[row.places]
+        of_row, values, returns, has_value = (np.zeros(len(turn_ids)) for _ in range(4))
+        for turn in np.unique(turn_ids):
+            here = np.flatnonzero(turn_ids == turn)
+            of_row[here] = advantages[turn]
+            if member.values is not None:
+                values[here] = of_turn = member.values[slices[turn]]
+                returns[here] = plain[turn] + (of_turn[0] if credit.value_level == "turn" else of_turn)
+                has_value[here[:1] if by_turn else here] = 1.0
+        bonuses = _credit(row).bonuses
+        placed = np.zeros(len(turn_ids), np.float32) if bonuses is None else bonuses
+        extra = {} if member.values is None else {"values": values, "returns": returns, "has_value": has_value}
+        yield LossColumns(row=row, advantages=(placed + of_row).astype(np.float32), extra=extra)
 
 
 class RewardKl(AuxiliaryObjective):

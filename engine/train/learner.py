@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -283,14 +284,11 @@ class Learner:
     def state_parts(self) -> dict[str, StatePart]:
         """The parts of a checkpoint that this learner needs to continue, by name."""
 
-        def load_policy(folder: Path) -> None:
-            self.policy.load_state(folder, self._masters.tensors())
-            self._masters.publish()
-
         def load_moments(folder: Path) -> None:
             length = load_optimizer(folder, self.optimizer, self._masters.named, self.process_group)
             self._length = self._spec.loss.constant_length or length
 
+        load_policy = partial(self.policy.load_state, tensors=self._masters.tensors())
         parts = {
             "policy": StatePart(1, self._masters.tensors, load_policy),
             "optimizer": StatePart(
@@ -321,6 +319,7 @@ class Learner:
         try:
             for name, part in self.state_parts().items():
                 part.load(folder / name)
+            self._masters.publish()
         except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
             raise TrainError(f"cannot resume from {folder}: {error}", kind="checkpoint") from error
 

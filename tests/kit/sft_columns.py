@@ -14,4 +14,4 @@ if TYPE_CHECKING:
 
 def sft_columns(store: RunReader, selection: ExportedTurns) -> Iterator[Columns]:
     """The columns of the rows of these episodes."""
-    return (row.columns() for row in sft_rows(store, selection))
+    return sft_rows(store, selection)

@@ -64,7 +64,7 @@ def export_dataset(form: str, run: Run, out: Path | None, options: Mapping[str, 
         StoreError: the options do not go together, or the hub refuses the push.
     """
     from engine.plugins.datasets.contents import TABLES, ExportedRun
-    from engine.plugins.datasets.tables import image_bytes, image_paths, write_table
+    from engine.plugins.datasets.tables import image_struct, write_table
     from engine.store.dropped import dropped_words
     from engine.tokens.loading import load_format
 
@@ -80,7 +80,7 @@ def export_dataset(form: str, run: Run, out: Path | None, options: Mapping[str, 
     source = ExportedRun(store, template, _selection(run, options), options["--score"], options["--ground-truth"])
     path = out or store.default_file(f"{form}_{content}.parquet")
     folder = path.with_name(f"{path.stem}_images")
-    image = image_paths(store, folder) if options["--images"] == "paths" else image_bytes(store)
+    image = partial(image_struct, store, folder if options["--images"] == "paths" else None)
     metadata = {"episode_engine.run_id": store.run_id, "episode_engine.version": store.header.engine_version}
     kinds, rows = tables[content]
     count = write_table(rows(source), source.columns(kinds), path, metadata, image=image)
@@ -104,7 +104,7 @@ def export_sft(run: Run, out: Path | None, options: Mapping[str, Any]) -> Export
 
     path = out or run.store.default_file("sft.jsonl")
     selection = _selection(run, options)
-    columns = (row.columns() for row in sft_rows(run.store, selection, score=options["--score"]))
+    columns = sft_rows(run.store, selection, score=options["--score"])
     count = write_jsonl(with_image_files(columns, path, partial(vision_of, run.store)), path)
     words = f"{count} rows of {selection.episodes} episodes"
     warnings = [*filter(None, [dropped_words(run.store)])]

@@ -1,7 +1,7 @@
 """Converts stored episodes to rows for supervised fine-tuning (`engine export --format sft`).
 
     chosen = Selection()                        # every episode without a failure that is not the policy's
-    write_jsonl((row.columns() for row in sft_rows(store, chosen)), Path("sft.jsonl"))
+    write_jsonl(sft_rows(store, chosen), Path("sft.jsonl"))
     chosen.summary()
 
 `docs/rows.md` has the columns. A row is one branch: the ids that the model was shown and sampled, and the same
@@ -17,23 +17,21 @@ Invariants:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 import orjson
 
-from engine.schemas.base import Struct
 from engine.schemas.message import ImagePart
 from engine.store.rows.columns import json_text, outcome_columns
 from engine.store.shown_messages import reply_numbers, shown_messages
 
 if TYPE_CHECKING:
     from engine.schemas.message import Message
-    from engine.schemas.trajectory import Branch, ImageSpan, Outcome, Trajectory, Turn
+    from engine.schemas.trajectory import Branch, Trajectory, Turn
     from engine.store.reader import RunReader
     from engine.store.rows.columns import Columns
 
@@ -60,56 +58,6 @@ SFT_MEANINGS: dict[str, str] = {
     "metadata": "The origin of the row: spec, model, engine_version, created, score.",
 }
 """The meaning of every column of a row for supervised fine-tuning, in order."""
-
-
-class SftRow(Struct, frozen=True, kw_only=True):
-    """One branch of an episode for supervised fine-tuning."""
-
-    run_id: str
-    task_id: str
-    episode_id: str
-    branch: Branch
-    loss_mask: npt.NDArray[np.int32] | None
-    """1 on the sampled tokens of the chosen turns, int32 [T]; None where a backend gave no ids."""
-    images: Sequence[ImageSpan] | None
-    """None in a run without images."""
-    messages: Sequence[Columns]
-    message_turns: Sequence[int]
-    tools: str | None
-    outcome: Outcome
-    metadata: Mapping[str, Any]
-
-    def columns(self) -> Columns:
-        """The row as a dict; columns that do not apply are not there."""
-        columns: Columns = {
-            "run_id": self.run_id,
-            "task_id": self.task_id,
-            "episode_id": self.episode_id,
-            "branch": self.branch.index,
-            "trainable": True,
-        }
-        if self.loss_mask is not None:
-            columns["input_ids"] = self.branch.input_ids
-            columns["loss_mask"] = columns["assistant_masks"] = self.loss_mask
-            columns["turn_ids"] = self.branch.turn_ids
-        if self.images is not None:  # TRL takes rows with such a column for those of a vision-language model
-            columns["images"] = [image.plain() for image in self.images]
-        columns |= {"messages": self.messages, "message_turns": self.message_turns}
-        if self.tools:
-            columns["tools"] = self.tools
-        return columns | {"outcome": outcome_columns(self.outcome), "metadata": self.metadata}
-
-    def identity(self) -> bytes:
-        """Digest of what the row trains."""
-        digest = blake2b(digest_size=16)
-        if self.loss_mask is not None:
-            digest.update(np.asarray(self.branch.input_ids, np.int64).tobytes())
-            digest.update(b"|")
-            digest.update(np.asarray(self.loss_mask, np.int8).tobytes())
-            digest.update(orjson.dumps([image.image for image in self.images or ()]))
-        else:
-            digest.update(orjson.dumps([self.messages, [turn >= 0 for turn in self.message_turns]]))
-        return digest.digest()
 
 
 @dataclass
@@ -141,7 +89,7 @@ class ExportedTurns:
         return [f"left out: {count} {reason}" for reason, count in sorted(self.left_out.items()) if count]
 
 
-def sft_rows(store: RunReader, chosen: ExportedTurns, *, score: str | None = None) -> Iterator[SftRow]:
+def sft_rows(store: RunReader, chosen: ExportedTurns, *, score: str | None = None) -> Iterator[Columns]:
     """Yield the rows of the chosen episodes, in the order of tasks, samples and branches.
 
     Args:
@@ -171,7 +119,7 @@ def sft_rows(store: RunReader, chosen: ExportedTurns, *, score: str | None = Non
             if row is None:
                 chosen.left_out["rows without a chosen turn"] += 1
                 continue
-            identity = row.identity()
+            identity = _identity(row)
             if identity in seen:
                 chosen.left_out["copies of other rows"] += 1
                 continue
@@ -198,34 +146,50 @@ def _row(
     in_parts: bool,
     tools: str | None,
     metadata: Mapping[str, Any],
-) -> SftRow | None:
-    """The row of a branch; None if none of its turns is trained."""
+) -> Columns | None:
+    """The row of a branch, without columns that do not apply; None if none of its turns is trained."""
     turns_of_branch = [turn for turn in trajectory.turns if turn.branch == branch.index]
     sampled = any(turn.end > turn.start for turn in trajectory.turns)
     # A backend that gives no ids gives malformed calls as no part of a message: such a turn is not whole.
     turns = {turn.index for turn in turns_of_branch if turn.index in trained and (sampled or turn.event != "malformed")}
     if not turns:
         return None
-    mask = None
+    columns: Columns = {
+        "run_id": trajectory.run_id,
+        "task_id": trajectory.task_id,
+        "episode_id": trajectory.episode_id,
+        "branch": branch.index,
+        "trainable": True,
+    }
     if sampled:
         mask = ((branch.loss_mask == 1) & np.isin(branch.turn_ids, sorted(turns))).astype(np.int32)
         if not mask.any():
             return None
+        columns["input_ids"] = branch.input_ids
+        columns["loss_mask"] = columns["assistant_masks"] = mask
+        columns["turn_ids"] = branch.turn_ids
+    if in_parts:  # TRL takes rows with such a column for those of a vision-language model
+        columns["images"] = [image.plain() for image in branch.images]
     messages, numbers = shown_messages(trajectory, turns_of_branch[-1].index)
     turn_of = {at: turn for turn, at in enumerate(reply_numbers(trajectory))}
-    return SftRow(
-        run_id=trajectory.run_id,
-        task_id=trajectory.task_id,
-        episode_id=trajectory.episode_id,
-        branch=branch,
-        loss_mask=mask,
-        images=branch.images if in_parts else None,
-        messages=[_openai(message, in_parts) for message in messages],
-        message_turns=[turn if (turn := turn_of.get(at, -1)) in turns else -1 for at in numbers],
-        tools=tools,
-        outcome=trajectory.outcome,
-        metadata=metadata,
-    )
+    columns["messages"] = [_openai(message, in_parts) for message in messages]
+    columns["message_turns"] = [turn if (turn := turn_of.get(at, -1)) in turns else -1 for at in numbers]
+    if tools:
+        columns["tools"] = tools
+    return columns | {"outcome": outcome_columns(trajectory.outcome), "metadata": metadata}
+
+
+def _identity(row: Columns) -> bytes:
+    """Digest of what a row trains."""
+    digest = blake2b(digest_size=16)
+    if "loss_mask" in row:
+        digest.update(np.asarray(row["input_ids"], np.int64).tobytes())
+        digest.update(b"|")
+        digest.update(np.asarray(row["loss_mask"], np.int8).tobytes())
+        digest.update(orjson.dumps([image["image"] for image in row.get("images", ())]))
+    else:
+        digest.update(orjson.dumps([row["messages"], [turn >= 0 for turn in row["message_turns"]]]))
+    return digest.digest()
 
 
 def _openai(message: Message, in_parts: bool) -> dict[str, Any]:

@@ -105,36 +105,20 @@ def _arrow(
     return pa.Table.from_arrays(arrays, schema=schema)
 
 
-def image_bytes(store: RunReader) -> Callable[[str], dict[str, Any]]:
-    """Images as the bytes of their files."""
-
-    def read(digest: str) -> dict[str, Any]:
-        stored = store.image(digest)
-        return {"bytes": stored.data, "path": _file_name(digest, stored.mime)}
-
-    return read
-
-
-def image_paths(store: RunReader, folder: Path) -> Callable[[str], dict[str, Any]]:
-    """Images as absolute paths of files in a folder, which are written when they are first named."""
-    folder = folder.absolute()
-
-    def write(digest: str) -> dict[str, Any]:
-        stored = store.image(digest)
-        path = folder / _file_name(digest, stored.mime)
-        if not path.exists():
-            if not folder.exists():
-                private_folder(folder)
-            draft = private_file(path.with_name(f".{path.name}.part"))
-            draft.write_bytes(stored.data)
-            draft.replace(path)
-        return {"bytes": None, "path": str(path)}
-
-    return write
-
-
-def _file_name(digest: str, mime: str) -> str:
-    return f"{digest.removeprefix('sha256:')}.{mime.rpartition('/')[2] or 'bin'}"
+def image_struct(store: RunReader, folder: Path | None, digest: str) -> dict[str, Any]:
+    """An image as the bytes of its file; with a folder as the absolute path of a file there, written if it is new."""
+    stored = store.image(digest)
+    name = f"{digest.removeprefix('sha256:')}.{stored.mime.rpartition('/')[2] or 'bin'}"
+    if folder is None:
+        return {"bytes": stored.data, "path": name}
+    path = folder.absolute() / name
+    if not path.exists():
+        if not folder.exists():
+            private_folder(folder)
+        draft = private_file(path.with_name(f".{path.name}.part"))
+        draft.write_bytes(stored.data)
+        draft.replace(path)
+    return {"bytes": None, "path": str(path)}
 
 
 def identity(*values: Any) -> bytes:

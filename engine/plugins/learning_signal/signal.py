@@ -122,7 +122,11 @@ def _add(found: CreditReach, spec: CreditSpec, members: Sequence[Member], base: 
                 sums.tests += 1
                 less = replace(member, ledger=_without(member.ledger, reward))
                 others = [*members[:number], less, *members[number + 1 :]]
-                sums.reaches = _differ(tokens, credit_tokens(spec, others, base=base))
+                sums.reaches = any(
+                    len(one) > 0 and float(np.abs(one - other).max()) > SMALLEST
+                    for turns, changed in zip(tokens, credit_tokens(spec, others, base=base), strict=True)
+                    for one, other in zip(turns, changed, strict=True)
+                )
         of_turns = [reward for reward in _rewards(member.ledger) if not reward.part.end]
         for turn in range(member.ledger.turns):
             values = [reward.value for reward in of_turns if reward.turn == turn]
@@ -148,14 +152,6 @@ def _without(ledger: SealedLedger, reward: PartReward) -> SealedLedger:
     totals[reward.turn] -= reward.value
     parts = tuple(part for part in ledger.parts if part != reward)
     return replace(ledger, matrix={**ledger.matrix, reward.name: row}, totals=totals, parts=parts)
-
-
-def _differ(some: Sequence[Sequence[np.ndarray]], others: Sequence[Sequence[np.ndarray]]) -> bool:
-    return any(
-        len(one) > 0 and float(np.abs(one - other).max()) > SMALLEST
-        for turns, changed in zip(some, others, strict=True)
-        for one, other in zip(turns, changed, strict=True)
-    )
 
 
 STEPS = 3

@@ -54,10 +54,6 @@ class PendingReply:
         inputs."""
         return self.request.input_ids if self.images is None else self.images.marked
 
-    def whole(self, length: int) -> int:
-        """The largest part of `length` tokens that ends in no image."""
-        return length if self.images is None else self.images.whole(length)
-
 
 @dataclass(slots=True, eq=False)
 class CacheRow:
@@ -79,11 +75,6 @@ class CacheRow:
     began: float = 0.0
     logprobs: list[float] = field(default_factory=list)
     versions: list[VersionSpan] = field(default_factory=list)
-
-    @property
-    def running(self) -> bool:
-        """Whether a reply is being sampled."""
-        return self.pending is not None
 
     @property
     def known(self) -> np.ndarray:
@@ -168,12 +159,12 @@ class RowTable:
     @property
     def running(self) -> list[CacheRow]:
         """Rows in which replies are being sampled, by index."""
-        return [row for row in self.rows if row.running]
+        return [row for row in self.rows if row.pending is not None]
 
     def admit(self, pending: PendingReply) -> CacheRow | None:
         """Assign a row to a request. None if it must wait: no row is free, or another row is computing its prefix."""
         prompt = pending.prompt
-        free = [row for row in self.rows if not row.running]
+        free = [row for row in self.rows if row.pending is None]
         if not free:
             return None
         if not self._reuse:
@@ -184,7 +175,7 @@ class RowTable:
             return self._begin(own, pending, kept)
         source, kept = self._best(prompt, ((row, row.known[: row.cached]) for row in self.rows))
         key, stashed = self._best(prompt, ((key, held.ids) for key, held in self._stashes.items()))
-        computing = (row for row in self.rows if row.running and row.cached < row.prompt)
+        computing = (row for row in self.running if row.cached < row.prompt)
         in_progress = max((common_prefix(row.known, prompt) for row in computing), default=0)
         if in_progress - max(kept, stashed) >= MIN_TOKENS_TO_WAIT:
             return None
@@ -200,7 +191,7 @@ class RowTable:
             return self._begin(row, pending, stashed)
         if source is None or kept < MIN_TOKENS_TO_COPY:
             return self._begin(self._reusable_row(free, None), pending, 0)
-        if not source.running and source.episode == pending.request.episode_id:
+        if source.pending is None and source.episode == pending.request.episode_id:
             return self._begin(
                 source, pending, kept
             )  # the episode's own row, which diverged: tokens after the prefix are overwritten
@@ -223,7 +214,7 @@ class RowTable:
             self._drop(key)
         for row in self.rows:
             if row.episode == episode:
-                if row.running:
+                if row.pending is not None:
                     self._over.add(episode)
                 else:
                     row.episode = None
@@ -234,12 +225,12 @@ class RowTable:
         self.stashed_bytes = 0
         for row in self.rows:
             row.cached = 0
-            if not row.running:
+            if row.pending is None:
                 row.length = 0
                 row.episode = None
 
     def _begin(self, row: CacheRow, pending: PendingReply, kept: int) -> CacheRow:
-        kept = pending.whole(kept)
+        kept = kept if pending.images is None else pending.images.whole(kept)
         kept = kept if kept >= MIN_TOKENS_TO_COPY else 0
         row.begin(pending, kept, next(self._ticks))
         self.counts["cached_tokens"] += kept

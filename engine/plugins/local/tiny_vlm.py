@@ -100,7 +100,19 @@ def build(folder: Path, seed: int = 0, **text: Any) -> Path:
 
     folder.mkdir(parents=True, exist_ok=True)
     ids, size = save_tokenizer(folder, _WORDS, VOCABULARY, SPECIAL, markup=MARKUP, template=CHAT_TEMPLATE, context=8192)
-    _image_processor(folder)
+    # Qwen2-VL's image processor, in the file that both transformers and SGLang read
+    processor = {
+        "image_processor_type": "Qwen2VLImageProcessor",
+        "processor_class": "Qwen2_5_VLProcessor",
+        "min_pixels": 4 * 28 * 28,
+        "max_pixels": 256 * 28 * 28,
+        "patch_size": 14,
+        "temporal_patch_size": 2,
+        "merge_size": 2,
+        "image_mean": [0.48145466, 0.4578275, 0.40821073],
+        "image_std": [0.26862954, 0.26130258, 0.27577711],
+    }
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor, indent=2) + "\n")
     config = Qwen2_5_VLConfig(
         text_config={
             "vocab_size": size,
@@ -135,19 +147,3 @@ def build(folder: Path, seed: int = 0, **text: Any) -> Path:
     )
     save_model(folder, lambda: Qwen2_5_VLForConditionalGeneration(config), seed, ids)
     return folder
-
-
-def _image_processor(folder: Path) -> None:
-    """Qwen2-VL's image processor, in the file that both transformers and SGLang read."""
-    settings = {
-        "image_processor_type": "Qwen2VLImageProcessor",
-        "processor_class": "Qwen2_5_VLProcessor",
-        "min_pixels": 4 * 28 * 28,
-        "max_pixels": 256 * 28 * 28,
-        "patch_size": 14,
-        "temporal_patch_size": 2,
-        "merge_size": 2,
-        "image_mean": [0.48145466, 0.4578275, 0.40821073],
-        "image_std": [0.26862954, 0.26130258, 0.27577711],
-    }
-    (folder / "preprocessor_config.json").write_text(json.dumps(settings, indent=2) + "\n")

@@ -214,7 +214,16 @@ class SamplingWorker:
             planned.append((row, count))
         # chunks of one token, to which a prompt may have been cut as well, come first and are ordered by row
         planned.sort(key=lambda of_row: of_row[0].index if of_row[1] == 1 else len(self.table.rows))
-        return [_chunk(row, count) for row, count in planned], [row for row, _ in planned]
+        chunks = [
+            RowChunk(
+                row=row.index,
+                ids=row.ids[row.cached : row.cached + count].tolist(),
+                past=row.cached,
+                images=row.pending.images if row.pending is not None else None,
+            )
+            for row, count in planned
+        ]
+        return chunks, [row for row, _ in planned]
 
     def _sample(self, logits: Any, rows: list[CacheRow]) -> None:
         if not rows:
@@ -278,11 +287,3 @@ class SamplingWorker:
                 future.set_exception(result)
             else:
                 future.set_result(result)
-
-
-def _chunk(row: CacheRow, count: int) -> RowChunk:
-    """The next `count` tokens of a row."""
-    images = row.pending.images if row.pending is not None else None
-    return RowChunk(
-        row=row.index, ids=row.ids[row.cached : row.cached + count].tolist(), past=row.cached, images=images
-    )

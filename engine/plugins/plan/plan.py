@@ -103,22 +103,22 @@ def plan_memory(
     tokens = max(train.memory.max_tokens_per_microbatch, spec.limits.episode_tokens or 0, 4)
     larger = _size_of(format.vision, tokens, count, image_size)
     smaller = _size_of(format.vision, max(tokens // 2, 2), count, image_size)
-    if smaller.tokens >= larger.tokens:  # the images fill both
-        smaller = StepSize(larger.tokens - _LEAST_TEXT // 2, larger.images)
+    if smaller[0] >= larger[0]:  # the images fill both
+        smaller = (larger[0] - _LEAST_TEXT // 2, larger[1])
     large, small = simulate(loaded, train, format, [larger, smaller], processes=processes, gpu=gpu)
-    slope = (large.peak - small.peak) / (larger.tokens - smaller.tokens)
+    slope = (large.peak - small.peak) / (larger[0] - smaller[0])
     return _plan(loaded, train, processes, larger, large, max(slope, 1.0), gpu=gpu)
 
 
 def _size_of(vision: Vision | None, tokens: int, count: int, image_size: tuple[int, int] | None) -> StepSize:
     """A micro-batch of `tokens` tokens, or as many as its images need."""
     if vision is None:
-        return StepSize(tokens, None)
+        return tokens, None
     if image_size is None:
         images = largest_images(vision, count, tokens - _LEAST_TEXT)
     else:
         images = PlannedImages(count, *image_size)
-    return StepSize(max(tokens, image_tokens(vision, images) + _LEAST_TEXT), images)
+    return max(tokens, image_tokens(vision, images) + _LEAST_TEXT), images
 
 
 def _plan(
@@ -149,12 +149,12 @@ def _plan(
     on_device = {name: 0 if name in stays else size_of_kind for name, size_of_kind in held.items()}
     return MemoryPlan(
         processes,
-        size.tokens,
+        size[0],
         loaded.spec.limits.episode_tokens,
         on_device | {"images": images, "activations": activations, "logits": rest - activations - images},
         on_cpu,
         slope,
-        size.images,
+        size[1],
         ("what torch's allocator and CUDA take",) if gpu else (),
         train.precision,
     )

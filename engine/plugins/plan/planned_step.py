@@ -322,12 +322,9 @@ LEAST_COPIES = {False: 3, True: 5}
 because FSDP holds what a layer before gathered; the first three layers may get features of images."""
 
 
-class StepSize(NamedTuple):
-    """The micro-batch of a step: one row."""
-
-    tokens: int
-    """Tokens of the row, of which all but the first and those of images are trained."""
-    images: PlannedImages | None
+StepSize = tuple[int, PlannedImages | None]
+"""The micro-batch of a step, one row: its tokens, of which all but the first and those of images are trained, and its
+images."""
 
 
 def simulate(
@@ -355,7 +352,7 @@ def simulate(
         smaller = min(memory.logits_chunk_elements, CPU_BLOCK_ELEMENTS)
         memory = memory.model_copy(update={"logits_chunk_elements": smaller})
     train = train.model_copy(update={"device": "cpu", "memory": memory})
-    fewest = LEAST_COPIES[any(size.images is not None for size in sizes)]
+    fewest = LEAST_COPIES[any(images is not None for _, images in sizes)]
 
     def of_copies(number: int) -> tuple[list[StepBytes], int]:
         with _planned(processes) as group:
@@ -429,9 +426,9 @@ def _steps(
     steps = []
     for updating in (optimizer, *others):
         updating.step()
-    for size in sizes:
-        row = planned_row(policy.net.vision, vocabularies[0][1], size.tokens, size.images)
-        (pack,) = pack_rows([row], size.tokens, share_prefixes=False)
+    for tokens, images in sizes:
+        row = planned_row(policy.net.vision, vocabularies[0][1], tokens, images)
+        (pack,) = pack_rows([row], tokens, share_prefixes=False)
         for net, vocabulary in vocabularies:
             net.vocab = representative_vocab(len(pack.labels), vocabulary, net.chunk_elements)
         for updating in (optimizer, *others):

@@ -34,7 +34,7 @@ from engine.plugins.sft.spec import SUFFIXES, SftDataSpec
 from engine.schemas.experts import unpack_experts
 from engine.schemas.trajectory import ImageSpan
 from engine.spec.rows.row import RowFault, Rows
-from engine.store.loader import TensorFolder, images_folder
+from engine.store.loader import images_folder, tensor_file, tensors_beside
 from engine.store.rows.row import RowEpisode, TrainingRow
 from engine.tokens.loading import load_format
 
@@ -279,13 +279,12 @@ class Demonstrations:
             return
         if template.vision is None:
             raise TrainError("`train.data`: rows have images, and the model has no vision", kind="train_setup")
-        folders = [TensorFolder(images_folder(file)) for file in self.files]
 
         def read(digest: str) -> Tensors | None:
-            return next((tensors for folder in folders if (tensors := folder.read(digest)) is not None), None)
+            return next((tensors for file in self.files if (tensors := tensors_beside(file, digest)) is not None), None)
 
         for digest, number in self._images.items():
-            if not any(folder.has(digest) for folder in folders):
+            if not any(tensor_file(file, digest).is_file() for file in self.files):
                 raise TrainError(
                     f"{self.files[number]}: the tensors of the image {digest} are missing; they are in the folder "
                     f"{images_folder(self.files[number]).name} beside the file, and move with it",

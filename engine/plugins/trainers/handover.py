@@ -139,6 +139,16 @@ def images_of(row: TrainingRow) -> tuple[str, ...]:
     return tuple(image.image for image in row.branch.images)
 
 
+def padded(rows: Sequence[Sequence[float] | np.ndarray], size: int, fill: float = 0.0) -> torch.Tensor:
+    """Rows of different lengths as float32 [rows, size]; `fill` on padding. Ids up to 2**24 are exact."""
+    import torch
+
+    placed = np.full((len(rows), size), fill, np.float32)
+    for place, row in zip(placed, rows, strict=True):
+        place[: len(row)] = row
+    return torch.from_numpy(placed)
+
+
 def groups_of(prompts: Sequence[str], samples: int, fix: str) -> list[str]:
     """The task id of each group of a trainer's prompts: task ids, each repeated `samples` times in a row.
 

@@ -134,19 +134,15 @@ async def _reported_version(server: Server, adapter: str | None) -> str:
     return str((await server.json("GET", "/model_info")).get("weight_version"))
 
 
-def with_retry(load: Load) -> Load:
-    """Load once more if the connection failed."""
-
-    async def twice(server: Server, flush: bool) -> None:
-        try:
-            await load(server, flush)
-        except BackendError as error:
-            if error.kind != "unreachable":
-                raise
-            log.info("sending weights to a server once more", reason=str(error))
-            await load(server, flush)
-
-    return twice
+async def load_again(load: Load, server: Server, flush: bool) -> None:
+    """Load, and once more if the connection failed."""
+    try:
+        await load(server, flush)
+    except BackendError as error:
+        if error.kind != "unreachable":
+            raise
+        log.info("sending weights to a server once more", reason=str(error))
+        await load(server, flush)
 
 
 _TIED = "lm_head.weight"

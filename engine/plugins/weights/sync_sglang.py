@@ -13,6 +13,7 @@ import asyncio
 import secrets
 import shutil
 from collections.abc import Collection, Mapping
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -28,9 +29,9 @@ from engine.plugins.sglang.control import UPDATE_SECONDS, PauseMode, from_disk, 
 from engine.plugins.weights.server_pushes import (
     check_models,
     check_versions,
+    load_again,
     push_loads,
     through_outages,
-    with_retry,
 )
 from engine.plugins.weights.shared_tensors import DeviceBuffer, SharedBlock, buckets, buffer_bytes
 from engine.plugins.weights.sync_collective import CollectiveSync, bind_here
@@ -118,7 +119,7 @@ class DiskSync:
         await check_models(self._backend, policy, self._fits)
         target = self._folder / f"version-{version}"
         await asyncio.to_thread(policy.save, target, serving=True)
-        load = separately(with_retry(from_disk(str(target), version)))
+        load = separately(partial(load_again, from_disk(str(target), version)))
         paused = await push_loads(self._backend, load, version, source=f"weights from {target}", mode=self._mode)
         for older in self._folder.glob("version-*"):
             if older.name != target.name:
@@ -179,12 +180,14 @@ class TensorSync:
                 raise
             await post_update(server, "/end_weight_update", {})
 
-        loads, source = separately(with_retry(load)), f"tensors of version {version}"
+        loads, source = separately(partial(load_again, load)), f"tensors of version {version}"
         paused = await push_loads(self._backend, loads, version, source=source, mode=self._mode, again=False)
         return Pushed(bytes=tensor_bytes(weights.values()), pause_seconds=paused)
 
     def _buffer(self, server: Server, facts: dict[str, Any], policy: Policy, size: int) -> DeviceBuffer | SharedBlock:
-        gpu = _only_gpu(policy)
+        gpu = None  # that of a training of one process; with several, process 0 gathers weights on the CPU
+        if policy.device.type == "cuda" and policy.net.process_group.size == 1:
+            gpu = torch.cuda.current_device() if policy.device.index is None else policy.device.index
         same = gpu is not None and facts.get("device") == "cuda" and gpu in self._gpus.get(server.url, ())
         log.debug("weights are sent", server=server.url, through="CUDA IPC" if same else "shared memory")
         return DeviceBuffer(policy.device) if same else SharedBlock(size)
@@ -196,13 +199,6 @@ def _launched_gpus(launch: LaunchSpec | None, backend: SGLangBackend) -> dict[st
         return {}
     indexes, count = launch.indexes, launch.tp
     return {server.url: indexes[number * count :][:count] for number, server in enumerate(backend.pool.workers)}
-
-
-def _only_gpu(policy: Policy) -> int | None:
-    """Index of the GPU of a training of one process. None: it has none, or process 0 gathers weights on the CPU."""
-    if policy.device.type != "cuda" or policy.net.process_group.size > 1:
-        return None
-    return torch.cuda.current_device() if policy.device.index is None else policy.device.index
 
 
 class AdapterSync:

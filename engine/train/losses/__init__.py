@@ -1,7 +1,6 @@
 """The policy losses, one file for each formula, and the objective: policy loss, KL penalty and entropy bonus.
 
     loss, metrics = objective(spec.train, tokens)       # of a micro-batch; add up over micro-batches and processes
-    per_token = policy_loss(GspoLoss(), tokens)         # [n], without loss weights and without rollout correction
 
 With r = current / proximal, the ratio of the sampled token's probabilities, and A its advantage, a formula gives the
 loss of each token. `engine.schemas.loss` has the config class of each loss: its keys, its formula, the level of its
@@ -16,11 +15,11 @@ from torch import Tensor
 
 from engine.schemas.train import TrainSpec
 from engine.train.loss_tokens import LossTokens
-from engine.train.losses.formulas import PolicyLoss, implementation, loss_ratio, policy_loss
+from engine.train.losses.formulas import PolicyLoss, implementation, loss_ratio
 from engine.train.metric_sums import MetricSums
 from engine.train.ratios import bounded_exp, bounded_k3, correction_weights, log_ratio, token_kl
 
-__all__ = ["PolicyLoss", "loss_ratio", "objective", "policy_loss"]
+__all__ = ["PolicyLoss", "implementation", "loss_ratio", "objective"]
 
 
 def objective(spec: TrainSpec, tokens: LossTokens) -> tuple[Tensor, MetricSums]:

@@ -115,11 +115,6 @@ def implementation(spec: Loss) -> PolicyLoss[Any]:
     return computation
 
 
-def policy_loss(spec: Loss, tokens: LossTokens) -> Tensor:
-    """Each token's policy loss, [n], with its graph, without loss weight and without rollout correction."""
-    return implementation(spec).token_losses(tokens, loss_ratio(spec, tokens))
-
-
 def loss_ratio(spec: Loss, tokens: LossTokens) -> Tensor:
     """current / proximal, [n], with its graph, at the level that the loss declares.
 

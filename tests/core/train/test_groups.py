@@ -45,8 +45,8 @@ class Store:
     def finished(self, task_id: str, sample: int) -> Trajectory | None:
         return self.done.get(f"{task_id}/{sample}")
 
-    def begun(self, task_id: str, sample: int) -> bool:
-        return False
+    def begun(self, task_id: str) -> dict[int, bool]:
+        return {}
 
     def versions(self, task_id: str) -> tuple[int, int] | None:
         found = [version for name, version in self.began_with.items() if name.rpartition("/")[0] == task_id]

@@ -18,7 +18,7 @@ from engine.schemas.loss import LossSpec
 from engine.schemas.train import TrainSpec
 from engine.train.loss_columns import token_loss_weights
 from engine.train.loss_tokens import LossTokens
-from engine.train.losses import objective, policy_loss
+from engine.train.losses import implementation, loss_ratio, objective
 from engine.train.metric_sums import MetricSums
 from engine.train.ratios import FLOOR, LIMIT
 
@@ -47,6 +47,11 @@ def tokens_of(
         rows=groups,
         turns=groups,
     )
+
+
+def policy_loss(loss: LossSpec, tokens: LossTokens) -> torch.Tensor:
+    """Each token's loss, without loss weight and without rollout correction."""
+    return implementation(loss).token_losses(tokens, loss_ratio(loss, tokens))
 
 
 def value_and_slope(loss: LossSpec, tokens: LossTokens) -> tuple[list[float], list[float]]:

@@ -357,7 +357,7 @@ async def test_tokens_that_any_launch_sampled_again_are_counted(tmp_path: Path, 
     for seq in (2, 4):  # first a tool's answer, in the next launch a turn
         store = RunStore.open(tmp_path / header.run_id)
         stored = StoredEpisodes(store, 1)
-        assert stored.continues("t0", 0)
+        assert stored.begun("t0")[0]
         begun = await store.begin(task, 0)
         for number in range(seq, seq + 2 if seq == 2 else seq + 1):
             await write_entries(begun, entry(number + (seq == 4), at=time.time(), seq=number))

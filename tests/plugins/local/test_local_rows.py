@@ -108,7 +108,7 @@ def test_an_episode_that_is_released_while_it_runs_leaves_nothing_to_come_back_t
     assert row is not None
     cached.compute(row)
     cached.table.release("a")
-    assert row.running
+    assert row.pending is not None
     cached.table.finish(row)
     assert row.episode is None
 

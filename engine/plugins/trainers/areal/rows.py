@@ -11,11 +11,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from engine.errors import TrainError
-from engine.plugins.trainers.handover import BatchSums, HandedRow, images_of
+from engine.plugins.trainers.handover import BatchSums, HandedRow, images_of, padded
 from engine.plugins.trainers.pixels import checksums_of, row_sum
 
 SUMS = ("engine_tokens", "engine_trained", "engine_advantage", "engine_images")
@@ -74,7 +73,7 @@ def trajectory(
     """
     lengths = torch.tensor([len(row.branch.input_ids) for row in rows])
     size = int(lengths.max())
-    values = _padded([-row.on_tokens(row.advantages) for row in rows], size, 0.0)
+    values = padded([-row.on_tokens(row.advantages) for row in rows], size, 0.0)
     values = torch.roll(values, -1, 1)  # position t holds what is of token t + 1
     given = torch.tensor(list(rewards), dtype=torch.float32)
     placed = torch.clip(
@@ -82,11 +81,11 @@ def trajectory(
     )
     values[torch.arange(len(rows)), torch.clip(lengths - 2, min=0)] += placed
     columns: dict[str, Any] = {
-        "input_ids": _padded([row.branch.input_ids for row in rows], size, 0).int(),
+        "input_ids": padded([row.branch.input_ids for row in rows], size, 0).int(),
         "attention_mask": torch.arange(size)[None] < lengths[:, None],
-        "loss_mask": _padded([row.loss_mask() for row in rows], size, 0).int(),
-        "logprobs": _padded([row.on_tokens(row.branch.logprobs[row.places]) for row in rows], size, 0.0),
-        "versions": _padded([row.branch.weight_versions for row in rows], size, -1).int(),
+        "loss_mask": padded([row.loss_mask() for row in rows], size, 0).int(),
+        "logprobs": padded([row.on_tokens(row.branch.logprobs[row.places]) for row in rows], size, 0.0),
+        "versions": padded([row.branch.weight_versions for row in rows], size, -1).int(),
         "values": values,
         "rewards": given,
     }  # fmt: skip
@@ -97,14 +96,6 @@ def trajectory(
         columns["multi_modal_input"] = [ImageDict(pixels.row(row.branch.input_ids, images_of(row))) for row in rows]
         columns["mm_token_type_ids"] = torch.tensor(pixels.vision.token_types(columns["input_ids"].tolist()))
     return columns
-
-
-def _padded(rows: Sequence[np.ndarray], size: int, fill: float) -> torch.Tensor:
-    """float32 [rows, size]; `fill` on padding. Ids up to 2**24 are exact."""
-    padded = np.full((len(rows), size), fill, np.float32)
-    for place, row in enumerate(rows):
-        padded[place, : len(row)] = row
-    return torch.from_numpy(padded)
 
 
 def sums_of_batch(batch: Mapping[str, torch.Tensor]) -> BatchSums:

@@ -92,8 +92,16 @@ class SkyRLBackend(TrainerBackend):
 
     async def _features(self, request: GenerateRequest) -> dict[str, Any]:
         """SkyRL's `MultiModalFeatures` of a prompt: its images as vLLM takes them, and where their places are."""
+        assert self.pixels is not None
+        bank, tasks = self.pixels.vision.bank, []
         try:
-            encoded = await asyncio.gather(*[asyncio.shield(self._encoding(part.image)) for part in request.images])
+            for part in request.images:
+                task = self._encoded.get(part.image)
+                if task is None:  # an image is encoded once while its encoding is kept
+                    task = asyncio.create_task(self._encode(part.image))
+                    self._encoded.put(part.image, task, bank.picture(part.image).placeholders)
+                tasks.append(asyncio.shield(task))
+            encoded = await asyncio.gather(*tasks)
         except Exception:
             self._encoded = RecentlyUsed(_KEPT)  # the image is tried again
             raise
@@ -104,15 +112,6 @@ class SkyRLBackend(TrainerBackend):
             "mm_placeholders": {"image": places},
             "kwargs_data": {"image": list(data)},
         }
-
-    def _encoding(self, digest: str) -> asyncio.Task[tuple[str, str]]:
-        """The encoding of an image, which is made once while it is kept."""
-        task = self._encoded.get(digest)
-        if task is None:
-            assert self.pixels is not None
-            task = asyncio.create_task(self._encode(digest))
-            self._encoded.put(digest, task, self.pixels.vision.bank.picture(digest).placeholders)
-        return task
 
     async def _encode(self, digest: str) -> tuple[str, str]:
         """Let a server of SkyRL process an image at the size of its grid, which it does not scale: its hash and data.

@@ -44,7 +44,10 @@ class SlimeEpisodes(TrainerRollouts):
         refuse_arguments(args, self.loaded)
         self._groups: dict[int, Task] = {}
         self._numbers: Counter[str] = Counter()
-        self.loop.call(self.start(self._backend(router_url(args))))
+        declared = self.spec.backend
+        assert isinstance(declared, SGLangBackendSpec)  # `refuse_arguments` has checked it
+        servers = declared.model_copy(update={"urls": [router_url(args)], "launch": None, "router": True})
+        self.loop.call(self.start(SGLangBackend.open(servers, self.format, self.loaded)))
 
     @classmethod
     def of(cls, args: Any) -> SlimeEpisodes:
@@ -89,12 +92,6 @@ class SlimeEpisodes(TrainerRollouts):
                 kind="train_setup",
             )
         return task
-
-    def _backend(self, url: str) -> SGLangBackend:
-        declared = self.spec.backend
-        assert isinstance(declared, SGLangBackendSpec)  # `refuse_arguments` has checked it
-        changed = declared.model_copy(update={"urls": [url], "launch": None, "router": True})
-        return SGLangBackend.open(changed, self.format, self.loaded)
 
     def stop(self) -> None:
         """Close the run store and the services, and end the loop. Later calls do nothing."""

@@ -12,11 +12,10 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from engine.errors import TrainError
-from engine.plugins.trainers.handover import BatchSums
+from engine.plugins.trainers.handover import BatchSums, padded
 from engine.plugins.trainers.library import overrides
 from engine.plugins.trainers.pixels import checksum, checksums_of, row_sum
 from engine.plugins.trainers.trl.arguments import refuse_arguments
@@ -79,9 +78,9 @@ class EngineGRPO:
         batch: dict[str, Any] = super()._generate_and_score_completions(inputs)  # type: ignore[misc]
         rows = self._rollouts.handed
         completion = batch["completion_ids"]
-        batch["advantages"] = _padded([row.advantages for row in rows], completion)
+        batch["advantages"] = padded([row.advantages for row in rows], completion.shape[1]).to(completion.device)
         # TRL's own old log-probs, if it computed them, are of a pass without images.
-        batch["old_per_token_logps"] = _padded([row.logprobs for row in rows], completion)
+        batch["old_per_token_logps"] = padded([row.logprobs for row in rows], completion.shape[1]).to(completion.device)
         if images := self._images(batch):
             batch |= images
             sums = zip(rows, checksums_of_rows(images), strict=True)
@@ -187,16 +186,12 @@ def _excluded(head: Any, vocab: int, banned: list[int]) -> Iterator[None]:
         head.bias = None
 
 
-def _padded(rows: list[Any], like: torch.Tensor) -> torch.Tensor:
-    """Rows of different lengths as float32 [rows, completion]; 0.0 on padding."""
-    padded = np.zeros(tuple(like.shape), np.float32)
-    for place, row in enumerate(rows):
-        padded[place, : len(row)] = row
-    return torch.from_numpy(padded).to(like.device)
+def check_batches(rows: BatchSums, batches: Sequence[Mapping[str, Any]]) -> None:
+    """Compare the engine's sums with those of what TRL's loss reads, over all slices of one generation.
 
-
-def sums_of_batches(batches: Sequence[Mapping[str, Any]]) -> BatchSums:
-    """The sums of what TRL's loss reads, over all slices of one generation."""
+    Raises:
+        TrainError: kind `handover`: they differ.
+    """
     slices = []
     for batch in batches:
         mask = batch["completion_mask"] * batch.get("tool_mask", 1)
@@ -207,11 +202,13 @@ def sums_of_batches(batches: Sequence[Mapping[str, Any]]) -> BatchSums:
         if "num_images" in batch:
             ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1).cpu()
             there = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1).bool().cpu()
-            rows = zip(ids, there, checksums_of_rows(batch), strict=True)
-            images = sum(row_sum(row[places], checksums) for row, places, checksums in rows)
+            shown = zip(ids, there, checksums_of_rows(batch), strict=True)
+            images = sum(row_sum(row[places], checksums) for row, places, checksums in shown)
         tokens = int(batch["prompt_mask"].sum() + batch["completion_mask"].sum())
         slices.append(BatchSums.of_tensors(tokens, mask, advantages, images))
-    return BatchSums.total(slices)
+    rows.check(
+        BatchSums.total(slices), "TRL", "an overridden method, an option of GRPOConfig that masks or cuts completions"
+    )
 
 
 def checksums_of_rows(batch: Mapping[str, Any]) -> list[list[int]]:
@@ -221,14 +218,3 @@ def checksums_of_rows(batch: Mapping[str, Any]) -> list[list[int]]:
         return [[checksum(dict(zip(tensors, row, strict=True)))] for row in zip(*tensors.values(), strict=True)]
     checksums = iter(checksums_of(tensors))
     return [[next(checksums) for _ in range(count)] for count in batch["num_images"]]
-
-
-def check_batches(rows: BatchSums, batches: Sequence[Mapping[str, Any]]) -> None:
-    """Compare the engine's sums with those of TRL's batch.
-
-    Raises:
-        TrainError: kind `handover`: they differ.
-    """
-    rows.check(
-        sums_of_batches(batches), "TRL", "an overridden method, an option of GRPOConfig that masks or cuts completions"
-    )
