@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import structlog
@@ -177,6 +178,7 @@ def growing_pause(failures: int) -> float:
     return min(MAX_PAUSE, FIRST_PAUSE * 2.0 ** min(failures, 16)) * random.uniform(0.8, 1.2)
 
 
+@dataclass(slots=True, eq=False)
 class Tries:
     """Counts the failed attempts at one reply.
 
@@ -190,12 +192,11 @@ class Tries:
         outage: The backend's.
     """
 
-    def __init__(self, retries: int, outage: Outage) -> None:
-        self._retries = retries
-        self._outage = outage
-        self._refused = 0.0
-        self.used = 0
-        """Number of failed tries."""
+    retries: int
+    outage: Outage
+    refused: float = 0.0
+    used: int = 0
+    """Number of failed tries."""
 
     def another(self, error: BackendError) -> bool:
         """Count a failed attempt. Returns whether another one may follow."""
@@ -203,13 +204,13 @@ class Tries:
             return False
         if not error.refused:
             self.used += 1
-            return self.used <= self._retries
+            return self.used <= self.retries
         if error.kind == "unreachable":
             return True
         now = time.monotonic()
-        self._refused = self._refused or now
-        others_served_until = now if self._outage.since is None else self._outage.since
-        return others_served_until - self._refused <= self._outage.limit
+        self.refused = self.refused or now
+        others_served_until = now if self.outage.since is None else self.outage.since
+        return others_served_until - self.refused <= self.outage.limit
 
     @property
     def pause(self) -> float:

@@ -101,6 +101,7 @@ class Causes:
         return with_trace(next(iter(self.first.values())))
 
 
+@dataclass(slots=True, eq=False)
 class Verdict:
     """Detects that the first finished episodes of a launch all failed with one cause.
 
@@ -108,11 +109,10 @@ class Verdict:
         total: Returns the planned number of episodes; 0 if it is not known.
     """
 
-    def __init__(self, total: Callable[[], int]) -> None:
-        self._total = total
-        self._seen = 0
-        self._cause: Cause | None = None
-        self._decided = False
+    total: Callable[[], int]
+    seen: int = 0
+    cause: Cause | None = None
+    decided: bool = False
 
     def add(self, cause: Cause | None, failure: Failure | None) -> None:
         """Count a finished episode.
@@ -120,18 +120,17 @@ class Verdict:
         Raises:
             FailingError: this is the last of the first min(16, total) episodes, and all failed with one cause.
         """
-        if self._decided or (cause is not None and cause.kind == REPAIRED):
+        if self.decided or (cause is not None and cause.kind == REPAIRED):
             return
-        if cause is None or failure is None or cause.blame == "policy" or self._cause not in (None, cause):
-            self._decided = True
+        if cause is None or failure is None or cause.blame == "policy" or self.cause not in (None, cause):
+            self.decided = True
             return
-        self._cause = cause
-        self._seen += 1
-        if self._seen >= min(FIRST, self._total() or FIRST):
-            self._decided = True
+        self.cause = cause
+        self.seen += 1
+        if self.seen >= min(FIRST, self.total() or FIRST):
+            self.decided = True
             raise FailingError(
-                f"the first {self._seen} finished episode{'s' if self._seen > 1 else ''} failed with one cause, "
-                f"{cause}",
+                f"the first {self.seen} finished episode{'s' if self.seen > 1 else ''} failed with one cause, {cause}",
                 cause=with_trace(failure),
             )
 

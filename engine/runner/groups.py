@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
@@ -63,6 +64,7 @@ FinishedEpisode = Callable[[str, int], "Trajectory | None"]
 finished."""
 
 
+@dataclass(eq=False)
 class GroupRunner:
     """Runs groups, each episode as `engine run` does. Use it inside `runner.serving()`.
 
@@ -74,22 +76,13 @@ class GroupRunner:
         progress: Called with each episode that has ended. An error that it raises ends the group.
     """
 
-    def __init__(
-        self,
-        runner: EpisodeRunner,
-        rows: RowMaker,
-        live: asyncio.Semaphore,
-        finished: FinishedEpisode = lambda task_id, sample: None,
-        *,
-        progress: Callable[[Trajectory], None] | None = None,
-    ) -> None:
-        self._runner = runner
-        self._rows = rows
-        self._live = live
-        self._finished = finished
-        self._progress = progress
-        self.running = 0
-        """Number of episodes that run."""
+    runner: EpisodeRunner
+    rows: RowMaker
+    live: asyncio.Semaphore
+    finished: FinishedEpisode = lambda task_id, sample: None
+    progress: Callable[[Trajectory], None] | None = None
+    running: int = 0
+    """Number of episodes that run."""
 
     async def group(self, request: GroupRequest) -> Group:
         """Run a group's episodes, and make its rows. An episode that the engine could not finish is missing.
@@ -105,7 +98,7 @@ class GroupRunner:
         except BaseExceptionGroup as several:
             raise first_of(several) from None
         ended = [trajectory for work in works if (trajectory := work.result()) is not None]
-        return self._rows(request, ended)
+        return self.rows(request, ended)
 
     async def episode(self, task: Task, sample: int) -> Trajectory | None:
         """Run an episode, or read it if it is finished. None: the engine itself failed, and the runner's `faults` say
@@ -114,19 +107,19 @@ class GroupRunner:
         Raises: StoreError, OutageError (no server replied for `backend.wait`), FailingError (the first all failed with
             one cause).
         """
-        if (finished := self._finished(task.id, sample)) is not None:
+        if (finished := self.finished(task.id, sample)) is not None:
             return finished
-        async with self._live:
+        async with self.live:
             self.running += 1
             try:
-                trajectory = await self._runner.episode(task, sample)
+                trajectory = await self.runner.episode(task, sample)
             finally:
                 self.running -= 1
         if trajectory is None:
             return None
-        if self._progress is not None:
-            self._progress(trajectory)
-        self._runner.count(trajectory)
+        if self.progress is not None:
+            self.progress(trajectory)
+        self.runner.count(trajectory)
         return trajectory
 
 

@@ -248,8 +248,7 @@ _DURABLE = Write(durable=True)
 class _Uninterrupted:
     """Waits that the cancellation of their task does not end: it is remembered, and raised when the work is done."""
 
-    def __init__(self) -> None:
-        self._cancellation: asyncio.CancelledError | None = None
+    _cancellation: asyncio.CancelledError | None = None
 
     async def repeat(self, wait: Callable[[], Awaitable[T]]) -> T:
         """Wait for what `wait` returns, and call it again after a cancellation."""

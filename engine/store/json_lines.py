@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Generic, TypeVar
 
@@ -19,6 +19,7 @@ from engine.store.private import private_file, sync_path, whole_file
 T = TypeVar("T")
 
 
+@dataclass(eq=False)
 class JsonLines(Generic[T]):
     """Appends to a file that one process writes.
 
@@ -27,9 +28,8 @@ class JsonLines(Generic[T]):
         decode: Makes a value of a line's object. What it raises of ValueError, TypeError or KeyError names the line.
     """
 
-    def __init__(self, path: Path, decode: Callable[[dict[str, Any]], T]) -> None:
-        self.path = path
-        self._decode = decode
+    path: Path
+    decode: Callable[[dict[str, Any]], T]
 
     def read(self) -> list[T]:
         """The values of all complete lines, oldest first; none if there is no file.
@@ -86,7 +86,7 @@ class JsonLines(Generic[T]):
             try:
                 if text:
                     line = json.loads(text)
-                    lines.append((line, self._decode(line)))
+                    lines.append((line, self.decode(line)))
             except (ValueError, KeyError, TypeError) as error:
                 raise StoreError(f"{self.path}:{number} is damaged ({error!r}); remove the line") from error
         return lines

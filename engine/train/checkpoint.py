@@ -63,6 +63,7 @@ def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix(_STEP))
 
 
+@dataclass(frozen=True, slots=True)
 class Checkpoints:
     """Writes and reads the checkpoints of one training.
 
@@ -71,9 +72,8 @@ class Checkpoints:
         keep: Number of newest checkpoints to keep.
     """
 
-    def __init__(self, folder: Path, keep: int) -> None:
-        self._folder = folder
-        self._keep = keep
+    folder: Path
+    keep: int
 
     def write(self, state: State, learner: Learner) -> Path:
         """Write a checkpoint and remove old ones. If a complete checkpoint of the same step exists, only its
@@ -85,7 +85,7 @@ class Checkpoints:
         Raises:
             TrainError: kind `checkpoint`: the checkpoint cannot be written; `diverged`: a value is not finite.
         """
-        final = self._folder / "checkpoints" / f"{_STEP}{state.step:06d}"
+        final = self.folder / "checkpoints" / f"{_STEP}{state.step:06d}"
         parts = learner.state_parts()
         versions = {name: part.version for name, part in parts.items()}
         content = {"format": FORMAT} | msgspec.to_builtins(state, order="deterministic") | {"parts": versions}
@@ -109,8 +109,8 @@ class Checkpoints:
                     sync_path(path)
                 draft.replace(final)
                 sync_path(final.parent)
-            stay = checkpoints_of(self._folder)[-self._keep :]
-            for path in checkpoints_of(self._folder):
+            stay = checkpoints_of(self.folder)[-self.keep :]
+            for path in checkpoints_of(self.folder):
                 if path not in stay and step_of(path) != state.best_step:
                     # renamed first, so that a partly removed checkpoint never has a valid name
                     path.replace(path.with_name(f".{path.name}.old"))
@@ -125,7 +125,7 @@ class Checkpoints:
 
     def newest(self) -> Path | None:
         """The newest complete checkpoint; None if there is none."""
-        return max(checkpoints_of(self._folder), key=step_of, default=None)
+        return max(checkpoints_of(self.folder), key=step_of, default=None)
 
     @staticmethod
     def read(checkpoint: Path, learner: Learner) -> State:

@@ -84,16 +84,16 @@ Stash = dict[str, torch.Tensor]
 """A sequence outside the cache, by the names of `KVRows.tensors`: each [layers, heads, length, width]."""
 
 
+@dataclass(eq=False)
 class KVRows:
     """The cache, allocated at the first write. It is never smaller than `GROWTH` positions a row."""
 
-    def __init__(self, layers: int, rows: int) -> None:
-        self._layers = layers
-        self._rows = rows
-        self._capacity = GROWTH
-        self.tensors: dict[str, torch.Tensor] = {}
-        """`keys` and `values`, and `experts` (int16, one head) where a model has some and they are written: each
-        [layers, rows, heads, capacity, width]."""
+    layers: int
+    row_count: int
+    capacity: int = GROWTH
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    """`keys` and `values`, and `experts` (int16, one head) where a model has some and they are written: each
+    [layers, rows, heads, capacity, width]."""
 
     @property
     def bytes(self) -> int:
@@ -102,17 +102,17 @@ class KVRows:
 
     def reserve(self, length: int) -> None:
         """Enlarge the cache for rows of `length` tokens. It grows by at least half, so that it rarely grows."""
-        if length <= self._capacity:
+        if length <= self.capacity:
             return
-        self._capacity = -(-max(length, self._capacity * 3 // 2) // GROWTH) * GROWTH
+        self.capacity = -(-max(length, self.capacity * 3 // 2) // GROWTH) * GROWTH
         for name, old in self.tensors.items():
-            self.tensors[name] = old.new_zeros((*old.shape[:3], self._capacity, old.shape[4]))
+            self.tensors[name] = old.new_zeros((*old.shape[:3], self.capacity, old.shape[4]))
             self.tensors[name][:, :, :, : old.shape[3]] = old
 
     def write(self, name: str, layer: int, states: torch.Tensor, plan: Plan | Tile) -> None:
         """Store what one layer computed in a forward pass, [tokens, heads, width]."""
         if name not in self.tensors:
-            shape = (self._layers, self._rows, states.shape[1], self._capacity, states.shape[2])
+            shape = (self.layers, self.row_count, states.shape[1], self.capacity, states.shape[2])
             self.tensors[name] = states.new_zeros(shape)
         self.tensors[name][layer][plan.rows, :, plan.positions] = states
 

@@ -135,9 +135,6 @@ class SizesOnly(FakeTensorMode):  # type: ignore[no-untyped-call]
     vision models do.
     """
 
-    def __init__(self) -> None:
-        super().__init__(allow_non_fake_inputs=True)
-
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
@@ -387,7 +384,7 @@ def simulate_copies(
     layers = [RepeatedLayers(net.model) for net in nets if net is not None]
     counts = {repeated.copies for repeated in layers}
     alike = len(counts) == 1 and min(counts) >= copies
-    with SizesOnly(), experts_in_any_dtype(), AllocatedBytes() as held:
+    with SizesOnly(allow_non_fake_inputs=True), experts_in_any_dtype(), AllocatedBytes() as held:
         if alike:
             for repeated in layers:
                 repeated.shorten(copies)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,18 +31,17 @@ if TYPE_CHECKING:
 log = structlog.get_logger(__name__)
 
 
+@dataclass(eq=False)
 class CompactedTraining(TrainingObserver):
     """Drops the episodes of the training in a folder that `rollout.keep` does not keep."""
 
-    _store: RunStore
+    folder: Path
+    spec: EpisodeSpec
+    keep: KeepSpec
+    dropped_until: int | None = None
+    """Groups of steps up to this one were dropped in this launch already."""
+    _store: RunStore = field(init=False)
     _disk: Compacted | None = None
-
-    def __init__(self, folder: Path, spec: EpisodeSpec, keep: KeepSpec) -> None:
-        self._folder = folder
-        self._spec = spec
-        self._keep = keep
-        self._dropped_until: int | None = None
-        """Groups of steps up to this one were dropped in this launch already."""
 
     def opened(self, store: RunStore) -> None:
         """See `TrainingObserver`."""
@@ -52,10 +52,10 @@ class CompactedTraining(TrainingObserver):
         before, episodes = self._store.space(), 0
         try:
             with timed("compact"):
-                plan = await asyncio.to_thread(plan_of, self._folder, self._spec, self._keep, after=self._dropped_until)
+                plan = await asyncio.to_thread(plan_of, self.folder, self.spec, self.keep, after=self.dropped_until)
                 for group in plan.groups:
-                    episodes += len((await self._store.drop(group, keep_failed=self._keep.failures)).sizes)
-            self._dropped_until = plan.until
+                    episodes += len((await self._store.drop(group, keep_failed=self.keep.failures)).sizes)
+            self.dropped_until = plan.until
         except StoreError as error:
             log.warning("episodes could not be dropped", reason=str(error))
         after = self._store.space()
@@ -69,7 +69,7 @@ class CompactedTraining(TrainingObserver):
     async def ended(self, step: int, metrics: Mapping[str, float]) -> None:
         """Drop the rest, and shrink the file."""
         try:
-            _, self._disk = await asyncio.to_thread(compact_training, self._folder, self._spec, self._keep)
+            _, self._disk = await asyncio.to_thread(compact_training, self.folder, self.spec, self.keep)
         except StoreError as error:
             log.warning("the run store could not be compacted; `engine compact` does it later", reason=str(error))
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractContextManager, asynccontextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -43,6 +44,7 @@ MEMORY_SECONDS = 120.0
 """Time limit for one server to release memory or to take it back."""
 
 
+@dataclass(eq=False)
 class ServerMemory(KeptMemory, LentMemory):
     """The memory of all servers of a pool, whose GPUs the training uses as well.
 
@@ -53,15 +55,14 @@ class ServerMemory(KeptMemory, LentMemory):
     await memory.resume("kv_cache")
     """
 
-    def __init__(self, pool: Pool) -> None:
-        self._pool = pool
-        self._released: dict[str, tuple[str, list[Part]]] = {}
-        """URL -> which process released memory, and the parts that it has not taken back."""
-        self.out = False
-        """Whether the trainer has the memory now."""
-        self.file: Path | None = None
-        """Where it is written down which servers have released memory, so that the next process can have them take it
-        back."""
+    pool: Pool
+    released: dict[str, tuple[str, list[Part]]] = field(default_factory=dict)
+    """URL -> which process released memory, and the parts that it has not taken back."""
+    out: bool = False
+    """Whether the trainer has the memory now."""
+    file: Path | None = None
+    """Where it is written down which servers have released memory, so that the next process can have them take it
+    back."""
 
     async def prepare(self, folder: Path | None) -> None:
         """Before the first request: undo what a training left that was killed, and check that every server can release
@@ -78,13 +79,13 @@ class ServerMemory(KeptMemory, LentMemory):
             await asyncio.to_thread(folder.mkdir, mode=0o700, parents=True, exist_ok=True)
             self.file = folder / "released.json"
             if self.file.exists():
-                self._released = msgspec.json.decode(self.file.read_bytes(), type=dict[str, tuple[str, list[Part]]])
+                self.released = msgspec.json.decode(self.file.read_bytes(), type=dict[str, tuple[str, list[Part]]])
                 log.warning(
                     "servers take back the memory that they released to a training that was killed",
-                    servers=list(self._released),
+                    servers=list(self.released),
                 )
                 await self.resume()
-        for server in self._pool.workers:
+        for server in self.pool.workers:
             if server.healthy and not (await server.json("GET", "/server_info")).get("enable_memory_saver"):
                 raise BackendError(
                     f"{server.url} cannot release its memory, which `train.colocate` needs: start it with "
@@ -100,7 +101,7 @@ class ServerMemory(KeptMemory, LentMemory):
             BackendError: A server still works on requests (kind `busy`), or refuses (kind `control_failed`). All
                 servers have their memory then.
         """
-        servers = [server for server in self._pool.workers if server.healthy]
+        servers = [server for server in self.pool.workers if server.healthy]
         await asyncio.gather(*(self._idle(server) for server in servers))
         self.out = True
         outcomes = await asyncio.gather(*(self._release(server) for server in servers), return_exceptions=True)
@@ -131,11 +132,11 @@ class ServerMemory(KeptMemory, LentMemory):
             process = await _process(server)
             await server.json("POST", "/release_memory_occupation", {"tags": list(PARTS)}, timeout=MEMORY_SECONDS)
         except BackendError as error:
-            if error.kind == "unreachable" and server in self._pool.servers:
-                self._pool.failed(server, str(error))
+            if error.kind == "unreachable" and server in self.pool.servers:
+                self.pool.failed(server, str(error))
                 return
             raise BackendError(f"{server.url} did not release its memory: {error}", kind="control_failed") from None
-        self._released[server.url] = (process, list(PARTS))
+        self.released[server.url] = (process, list(PARTS))
         self._write()
 
     async def resume(self, *parts: Part) -> None:
@@ -147,19 +148,19 @@ class ServerMemory(KeptMemory, LentMemory):
         wanted = parts or PARTS
         if "kv_cache" in wanted:
             self.out = False
-        servers = [server for server in self._pool.workers if server.healthy and server.url in self._released]
+        servers = [server for server in self.pool.workers if server.healthy and server.url in self.released]
         outcomes = await asyncio.gather(*(self._resume(server, wanted) for server in servers), return_exceptions=True)
         for outcome in outcomes:
             if isinstance(outcome, BaseException):
                 raise outcome
 
     async def _resume(self, server: Server, wanted: tuple[Part, ...]) -> None:
-        process, left = self._released[server.url]
+        process, left = self.released[server.url]
         left = list(left)
-        self._released[server.url] = (process, left)
+        self.released[server.url] = (process, left)
         try:
             if await _process(server) != process:  # it was started again, with all of its memory
-                del self._released[server.url]
+                del self.released[server.url]
                 self._write()
                 return
             for part in [part for part in PARTS if part in wanted and part in left]:
@@ -167,8 +168,8 @@ class ServerMemory(KeptMemory, LentMemory):
                 left.remove(part)
                 self._write()
         except BackendError as error:
-            if error.kind == "unreachable" and server in self._pool.servers:
-                self._pool.failed(server, str(error))
+            if error.kind == "unreachable" and server in self.pool.servers:
+                self.pool.failed(server, str(error))
                 return
             raise BackendError(
                 f"{server.url} did not take its memory back: {error}. Lower --mem-fraction-static, or set "
@@ -176,17 +177,17 @@ class ServerMemory(KeptMemory, LentMemory):
                 kind="control_failed",
             ) from None
         if not left:
-            del self._released[server.url]
+            del self.released[server.url]
             self._write()
 
     def _write(self) -> None:
         if self.file is None:
             return
-        if not self._released:
+        if not self.released:
             self.file.unlink(missing_ok=True)
             return
         draft = self.file.with_name(f".{self.file.name}")
-        draft.write_bytes(msgspec.json.encode(self._released))
+        draft.write_bytes(msgspec.json.encode(self.released))
         draft.replace(self.file)
 
     @asynccontextmanager
@@ -221,7 +222,7 @@ class ServerMemory(KeptMemory, LentMemory):
             raise BackendError(
                 f"{server.url} waits until the update is done: the trainer has its memory", kind="memory_released"
             )
-        if server.url in self._released:
+        if server.url in self.released:
             await self._resume(server, PARTS)
 
 

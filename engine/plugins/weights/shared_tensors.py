@@ -14,6 +14,7 @@ import shutil
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,7 @@ class SharedBlock:
         return base64.b64encode(buffer.getvalue()).decode()
 
 
+@dataclass(eq=False)
 class DeviceBuffer:
     """Memory of a GPU that holds one bucket, for processes that see this GPU (CUDA IPC).
 
@@ -103,9 +105,8 @@ class DeviceBuffer:
         device: A GPU of this process.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._views: list[tuple[str, torch.Tensor]] = []
+    device: torch.device
+    views: list[tuple[str, torch.Tensor]] = field(default_factory=list)
 
     def write(self, piece: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copy a bucket of tensors of any shapes to the GPU.
@@ -114,25 +115,25 @@ class DeviceBuffer:
             TrainError: kind `train_setup`: the GPU has no memory left for it.
         """
         piece = list(piece)
-        self._views = []
+        self.views = []
         try:
-            memory = torch.empty(max(buffer_bytes(piece), _ALIGN), dtype=torch.uint8, device=self._device)
+            memory = torch.empty(max(buffer_bytes(piece), _ALIGN), dtype=torch.uint8, device=self.device)
         except torch.OutOfMemoryError as error:
             raise TrainError(
-                f"{buffer_bytes(piece) >> 20} MiB of weights do not fit in the memory of {self._device}: lower the "
+                f"{buffer_bytes(piece) >> 20} MiB of weights do not fit in the memory of {self.device}: lower the "
                 "servers' --mem-fraction-static, or use `train.weight_sync.method: disk`",
                 kind="train_setup",
             ) from error
-        self._views = _copied(piece, memory)
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
+        self.views = _copied(piece, memory)
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
 
     def serialize(self) -> str:
         """The message for one reader: base64 of a pickle of handles. The readers' answers end the use of the memory."""
         buffer = io.BytesIO()
         pickler: Any = ForkingPickler(buffer)
         pickler.dispatch_table[torch.Tensor] = reduce_by_uuid
-        pickler.dump(self._views)
+        pickler.dump(self.views)
         return base64.b64encode(buffer.getvalue()).decode()
 
 

@@ -13,9 +13,9 @@ import asyncio
 import secrets
 import shutil
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -104,29 +104,30 @@ def open_sglang_sync(spec: EpisodeSpec, backend: SGLangBackend, folder: Path, *,
     return AdapterSync(backend, place.resolve())
 
 
+@dataclass(eq=False)
 class DiskSync:
     """Through a folder that every server reads."""
 
-    def __init__(self, backend: SGLangBackend, folder: Path, mode: PauseMode) -> None:
-        self._backend = backend
-        self._folder = folder
-        self._mode = mode
-        self._fits: set[str] = set()
+    backend: SGLangBackend
+    folder: Path
+    mode: PauseMode
+    fits: set[str] = field(default_factory=set)
 
     async def push(self, policy: Policy, version: int) -> Pushed:
         """See `WeightSync`. The folder stays until the next one is loaded, so that a server that comes back can read
         it."""
-        await check_models(self._backend, policy, self._fits)
-        target = self._folder / f"version-{version}"
+        await check_models(self.backend, policy, self.fits)
+        target = self.folder / f"version-{version}"
         await asyncio.to_thread(policy.save, target, serving=True)
         load = separately(partial(load_again, from_disk(str(target), version)))
-        paused = await push_loads(self._backend, load, version, source=f"weights from {target}", mode=self._mode)
-        for older in self._folder.glob("version-*"):
+        paused = await push_loads(self.backend, load, version, source=f"weights from {target}", mode=self.mode)
+        for older in self.folder.glob("version-*"):
             if older.name != target.name:
                 await asyncio.to_thread(shutil.rmtree, older, ignore_errors=True)
         return Pushed(bytes=_file_bytes(target), pause_seconds=paused)
 
 
+@dataclass(eq=False)
 class TensorSync:
     """Through memory of this host: no file is written, and one bucket at a time is in memory twice.
 
@@ -139,23 +140,20 @@ class TensorSync:
         gpus: URL of a launched server -> indexes of the GPUs that it sees, as this process counts them.
     """
 
-    def __init__(
-        self, backend: SGLangBackend, mode: PauseMode, gpus: Mapping[str, Collection[int]] = MappingProxyType({})
-    ) -> None:
-        self._backend = backend
-        self._mode = mode
-        self._gpus = gpus
-        self._fits: set[str] = set()
+    backend: SGLangBackend
+    mode: PauseMode
+    gpus: Mapping[str, Collection[int]] = field(default_factory=dict)
+    fits: set[str] = field(default_factory=set)
 
     async def push(self, policy: Policy, version: int) -> Pushed:
         """See `WeightSync`. A server that was not there stays out until the next push."""
-        await check_models(self._backend, policy, self._fits)
+        await check_models(self.backend, policy, self.fits)
         weights = await asyncio.to_thread(policy.serving_weights)
         pieces = list(buckets(weights))
 
         async def end(server: Server) -> None:
             """End an update that was interrupted."""
-            await self._backend.control.attempt(server, "/end_weight_update", {}, seconds=UPDATE_SECONDS)
+            await self.backend.control.attempt(server, "/end_weight_update", {}, seconds=UPDATE_SECONDS)
 
         async def load(server: Server, flush: bool) -> None:
             facts = await server.json("GET", "/server_info")
@@ -181,14 +179,14 @@ class TensorSync:
             await post_update(server, "/end_weight_update", {})
 
         loads, source = separately(partial(load_again, load)), f"tensors of version {version}"
-        paused = await push_loads(self._backend, loads, version, source=source, mode=self._mode, again=False)
+        paused = await push_loads(self.backend, loads, version, source=source, mode=self.mode, again=False)
         return Pushed(bytes=tensor_bytes(weights.values()), pause_seconds=paused)
 
     def _buffer(self, server: Server, facts: dict[str, Any], policy: Policy, size: int) -> DeviceBuffer | SharedBlock:
         gpu = None  # that of a training of one process; with several, process 0 gathers weights on the CPU
         if policy.device.type == "cuda" and policy.net.process_group.size == 1:
             gpu = torch.cuda.current_device() if policy.device.index is None else policy.device.index
-        same = gpu is not None and facts.get("device") == "cuda" and gpu in self._gpus.get(server.url, ())
+        same = gpu is not None and facts.get("device") == "cuda" and gpu in self.gpus.get(server.url, ())
         log.debug("weights are sent", server=server.url, through="CUDA IPC" if same else "shared memory")
         return DeviceBuffer(policy.device) if same else SharedBlock(size)
 
@@ -201,26 +199,26 @@ def _launched_gpus(launch: LaunchSpec | None, backend: SGLangBackend) -> dict[st
     return {server.url: indexes[number * count :][:count] for number, server in enumerate(backend.pool.workers)}
 
 
+@dataclass(eq=False)
 class AdapterSync:
     """Only the LoRA adapter, under a new name for each version.
 
     Nothing is paused: a reply keeps the adapter with which it began, and carries the version of that adapter.
     """
 
-    def __init__(self, backend: SGLangBackend, folder: Path) -> None:
-        self._backend = backend
-        self._folder = folder
-        self._stem = f"policy-{secrets.token_hex(4)}"
-        self._old: list[str] = []
-        self._fits: set[str] = set()
+    backend: SGLangBackend
+    folder: Path
+    stem: str = field(default_factory=lambda: f"policy-{secrets.token_hex(4)}")
+    old: list[str] = field(default_factory=list)
+    fits: set[str] = field(default_factory=set)
 
     async def push(self, policy: Policy, version: int) -> Pushed:
         """See `WeightSync`. Older adapters are unloaded at this push or a later one, when no request names them any
         more."""
-        backend = self._backend
-        name = f"{self._stem}-{version}"
-        target = self._folder / name
-        await check_models(backend, policy, self._fits, adapter=True)
+        backend = self.backend
+        name = f"{self.stem}-{version}"
+        target = self.folder / name
+        await check_models(backend, policy, self.fits, adapter=True)
         await asyncio.to_thread(_write_adapter, policy, target)
 
         async def update() -> None:
@@ -231,16 +229,16 @@ class AdapterSync:
         before = backend.policy
         backend.policy = PolicyAdapter(name=name, version=version)
         if before is not None and before.name != name:
-            self._old.append(before.name)
-        for old in list(self._old):
+            self.old.append(before.name)
+        for old in list(self.old):
             if backend.adapter_uses[old]:
                 continue
-            self._old.remove(old)
+            self.old.remove(old)
             try:
                 await backend.control.unload_adapter(old)
             except BackendError as error:  # it uses memory of the server, but no request names it
                 log.warning("an old adapter was not unloaded", adapter=old, reason=str(error))
-            await asyncio.to_thread(shutil.rmtree, self._folder / old, True)
+            await asyncio.to_thread(shutil.rmtree, self.folder / old, True)
         return Pushed(bytes=_file_bytes(target), pause_seconds=0.0)
 
 

@@ -89,7 +89,7 @@ def test_a_bucket_has_memory_of_its_own() -> None:
     """A server may still copy from the one before when it answers."""
     buffer = DeviceBuffer(torch.device("cpu"))
     buffer.write([("a", torch.zeros(2))])
-    ((_, first),) = buffer._views
+    ((_, first),) = buffer.views
     buffer.write([("a", torch.ones(2))])
     assert first.tolist() == [0.0, 0.0]
 

@@ -116,7 +116,7 @@ async def test_trainings_that_share_a_folder_have_their_own_places_in_it(tiny_mo
     url = "http://127.0.0.1:30000"
     spec = spec_of(tiny_model_dir, {"weight_sync": {"folder": str(tmp_path)}}, {"kind": "sglang", "urls": [url]})
     sync = open_sync(spec, serving(tiny_model_dir, url), Path("runs/demo-train-1"), lora=False)
-    assert sync._folder == (tmp_path / "demo-train-1").resolve()  # type: ignore[attr-defined]
+    assert sync.folder == (tmp_path / "demo-train-1").resolve()  # type: ignore[attr-defined]
 
 
 # -- tensors for another process
