@@ -262,7 +262,13 @@ class Episode:
         gave_up = type(record) in GAVE_UP
         try:
             if gave_up:
-                event = self._gave_up(record)
+                self.conversation.take_back()  # a prompt may have been made for a reply that never arrived
+            if isinstance(record, FailureRecord):
+                event = self._failed(record.failure)
+            elif isinstance(record, LimitRecord):
+                event = OVERFLOW if record.overflow else LIMIT
+                if not record.overflow:
+                    self.limit, self.limit_count = record.limit, record.value
             else:
                 event = compiled.actions[state].apply(self, record)
                 name = str(compiled.machine.states[state].action)
@@ -281,15 +287,6 @@ class Episode:
         self.path.append((state, event, dest))
         self.event, self.state = event, dest
         return event, dest
-
-    def _gave_up(self, record: Any) -> str:
-        self.conversation.take_back()  # a prompt may have been made for a reply that never arrived
-        if isinstance(record, FailureRecord):
-            return self._failed(record.failure)
-        if record.overflow:
-            return OVERFLOW
-        self.limit, self.limit_count = record.limit, record.value
-        return LIMIT
 
     def _failed(self, failure: Failure) -> str:
         if self.failure is None:  # the first failure is the cause of later ones

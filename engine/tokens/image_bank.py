@@ -25,7 +25,6 @@ import structlog
 
 from engine.errors import ImageError
 from engine.processes.worker import WorkerPool, default_processes
-from engine.schemas.base import Struct
 from engine.tokens.images import EncodedImage, ProcessedImage, Tensors
 from engine.tokens.vision_families import PreparedImage, kept_tensors
 
@@ -52,13 +51,8 @@ PixelJob = Callable[[str], "tuple[bytes, Recipe] | None"]
 """A digest -> the encoded image and its recipe; None: no worker scales it."""
 
 
-class SentImages(Struct, frozen=True, kw_only=True):
-    """Images for other processes."""
-
-    sources: dict[str, EncodedImage]
-    """Encoded images by digest."""
-    tensors: dict[str, Tensors]
-    """Tensors of images whose bytes are not known here."""
+SentImages = tuple[dict[str, EncodedImage], dict[str, Tensors]]
+"""Images for other processes, by digest: encoded ones, and the tensors of those whose bytes are not known here."""
 
 
 class ImageBank:
@@ -195,22 +189,20 @@ class ImageBank:
         with self._own(digest):
             with self._lock:
                 prepared = self._prepared.get(digest)
-            if prepared is None:
-                prepared = self._make(digest)
-                with self._lock:
-                    self._prepared.put(digest, prepared, prepared.nbytes)
-        return prepared
-
-    def _make(self, digest: str) -> PreparedImage:
-        if (made := self._made(digest)) is not None:
-            return kept_tensors(made)
-        if (pixels := self._ahead.take(digest)) is not None:
-            prepared = self._processing.arrange(pixels, self.picture(digest).grid)
-        else:
-            began = time.perf_counter()
-            prepared = self._processing.make(digest, self.source(digest).data)
-            self._seconds += time.perf_counter() - began
-        self.processed += 1
+            if prepared is not None:
+                return prepared
+            if (made := self._made(digest)) is not None:
+                prepared = kept_tensors(made)
+            elif (pixels := self._ahead.take(digest)) is not None:
+                prepared = self._processing.arrange(pixels, self.picture(digest).grid)
+                self.processed += 1
+            else:
+                began = time.perf_counter()
+                prepared = self._processing.make(digest, self.source(digest).data)
+                self._seconds += time.perf_counter() - began
+                self.processed += 1
+            with self._lock:
+                self._prepared.put(digest, prepared, prepared.nbytes)
         return prepared
 
     @contextmanager
@@ -254,19 +246,21 @@ class ImageBank:
         Raises:
             ImageError: An image is missing.
         """
-        images = SentImages(sources={}, tensors={})
+        sources: dict[str, EncodedImage] = {}
+        tensors: dict[str, Tensors] = {}
         for digest in dict.fromkeys(digests):
             made = self._made(digest)
             if made is None:
-                images.sources[digest] = self.source(digest)
+                sources[digest] = self.source(digest)
             else:
-                images.tensors[digest] = made
-        return images
+                tensors[digest] = made
+        return sources, tensors
 
     def receive(self, images: SentImages) -> None:
         """Take the images of another process, in place of those that were received before."""
-        self.read_from(images.sources.get)
-        self.read_tensors_from(images.tensors.get)
+        sources, tensors = images
+        self.read_from(sources.get)
+        self.read_tensors_from(tensors.get)
 
 
 class RecentlyUsed(Generic[T]):

@@ -154,7 +154,11 @@ class ReplyParser:
     def _parse_text(self, text: str, turn: int, tools: Sequence[View], opened: bool) -> ParsedReply:
         """`opened`: the prompt ended inside a reasoning block."""
         call_format = self._template.call_format
-        reasoning, body, thinking = self._split_reasoning(text, opened)
+        reasoning, body, thinking = None, text, False
+        start = text.lstrip()
+        if self._template.knows_reasoning and (opened or start.startswith(_THINK_OPEN)):
+            reasoning, closing, body = start.removeprefix(_THINK_OPEN).partition(_THINK_CLOSE)
+            reasoning, body, thinking = reasoning.strip("\n"), body.lstrip("\n"), not closing
         only_content = reasoning is None
         if thinking or call_format is None:
             return ParsedReply(body, reasoning, [], body, thinking, True, only_content)
@@ -172,18 +176,6 @@ class ReplyParser:
         """Whether so many calls of a reply can be shown as calls."""
         template = self._template
         return template.reads_calls and (calls <= template.calls_shown or template.calls_shown >= _ANY_NUMBER)
-
-    def _split_reasoning(self, text: str, opened: bool) -> tuple[str | None, str, bool]:
-        """Reasoning, the text after it, and whether the reply ended inside it."""
-        if not self._template.knows_reasoning:
-            return None, text, False
-        start = text.lstrip()
-        if start.startswith(_THINK_OPEN):
-            start = start[len(_THINK_OPEN) :]
-        elif not opened:
-            return None, text, False
-        reasoning, closing, body = start.partition(_THINK_CLOSE)
-        return reasoning.strip("\n"), body.lstrip("\n"), not closing
 
 
 def call_tokens(

@@ -128,7 +128,18 @@ class QwenReader:
                 break
             if ids[at] in self._think:
                 return None
-        calls = self._calls(ids, marks)
+        calls: list[QwenCall] = []
+        after = 0
+        for number, start in enumerate(marks):
+            if start < after or ids[start] != self._call:
+                continue
+            end = next((at for at in marks[number + 1 :] if ids[at] == self._call_end), -1)
+            if end < 0:
+                raw = self._decode(ids[start + 1 :]).strip()
+                calls.append(QwenCall(raw, None, None, (start, len(ids)), "unclosed_block"))
+                break
+            after = end + 1
+            calls.append(_call(self._decode(ids[start + 1 : end]).strip(), (start, after)))
         said = ids[: calls[0].token_span[0]] if calls else ids
         return QwenReply(self._decode(said).strip(), calls)
 
@@ -156,21 +167,6 @@ class QwenReader:
             return None
         call = _call(raw.strip(), (start, close + 1))
         return QwenReply(content.strip(), [call], reasoning.strip() or None, None, sampled, texts, ending)
-
-    def _calls(self, ids: list[int], marks: list[int]) -> list[QwenCall]:
-        calls: list[QwenCall] = []
-        after = 0
-        for number, start in enumerate(marks):
-            if start < after or ids[start] != self._call:
-                continue
-            end = next((at for at in marks[number + 1 :] if ids[at] == self._call_end), -1)
-            if end < 0:
-                raw = self._decode(ids[start + 1 :]).strip()
-                calls.append(QwenCall(raw, None, None, (start, len(ids)), "unclosed_block"))
-                break
-            after = end + 1
-            calls.append(_call(self._decode(ids[start + 1 : end]).strip(), (start, after)))
-        return calls
 
 
 def _call(raw: str, span: tuple[int, int]) -> QwenCall:

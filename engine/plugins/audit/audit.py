@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from engine.errors import AuditError
-from engine.plugins.audit.examine import Evidence, ExaminedRow, RowFinding, SamplerRecord, TemplateMarks
+from engine.plugins.audit.examine import ExaminedRow, RowFinding, SamplerRecord, TemplateMarks
 from engine.plugins.audit.files import find_files, open_document
 from engine.plugins.audit.frameworks import FRAMEWORKS
 from engine.plugins.audit.rows import MAX_ROWS, Columns, ForeignRow, Vector, ids_of
@@ -135,16 +135,16 @@ def audit(
                 f"{foreign.place} holds the id {int(foreign.ids.max())}, and the model's vocabulary is [0, "
                 f"{template.vocab_size}): give the model that sampled these rows"
             )
-    marks = TemplateMarks(template)
+    marks = TemplateMarks(template, stops)
     examined = [ExaminedRow(index, row, marks) for index, row in enumerate(rows)]
-    known = Evidence(None if sampled is None else SamplerRecord(sampled, marks), tuple(stops))
+    record = None if sampled is None else SamplerRecord(sampled, marks)
     report = AuditReport(framework=framework, rows=len(rows))
     for name, (check, needs) in RULES.items():
         reasons = [(row, lacks(row, needs)) for row in examined]
         judged = [row for row, reason in reasons if reason is None]
         report.judged[name] = len(judged)
         report.not_judged[name] = Counter(reason for _, reason in reasons if reason is not None)
-        report.findings += check(judged, known)
+        report.findings += check(judged, record)
     order = list(RULES)
     report.findings.sort(key=lambda finding: (finding.row, order.index(finding.rule), finding.token or 0))
     for row in examined:

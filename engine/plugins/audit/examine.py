@@ -10,7 +10,6 @@ import re
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from typing import Literal, NamedTuple
@@ -23,6 +22,7 @@ from engine.schemas.base import Struct
 from engine.schemas.message import Message, Role
 from engine.schemas.model import PromptField
 from engine.spec.conversation import RowError, conversation_of
+from engine.tokens.bridge.wrapper import common_length
 from engine.tokens.template import ChatTemplate
 
 _MARK = re.compile(r"qzq([0-9])qzq")
@@ -46,10 +46,12 @@ class TemplateMarks:
 
     Args:
         template: The chat template.
+        texts: Strings that ended replies without a stop token.
     """
 
-    def __init__(self, template: ChatTemplate) -> None:
+    def __init__(self, template: ChatTemplate, texts: Sequence[str] = ()) -> None:
         self.template = template
+        self.texts = tuple(texts)
         self.openings: dict[Role, str] = {}
         """Text before a conversation's first message, by its role."""
         self.between: dict[tuple[Role, Role], str] = {}
@@ -89,7 +91,7 @@ class TemplateMarks:
         opened = self.between.get(("user", "assistant"), "")
         tail = self.tails.get("user", opened)
         ids, reference = self.template.encode(tail), self.template.encode(between)
-        shared = first_difference(ids, reference)
+        shared = common_length(ids, reference)
         while shared > 0 and shared < len(ids) and ids[shared] not in self._added:
             shared -= 1  # begin at the mark that opens a message, which both texts share
         return ids[shared:]
@@ -219,16 +221,6 @@ class SamplerRecord:
     def longest_at(self, ids: tuple[int, ...]) -> int:
         """The length of the longest recorded reply that `ids` begin with and go on after; 0 if there is none."""
         return next((size for size in self._lengths if 0 < size < len(ids) and ids[:size] in self.replies), 0)
-
-
-@dataclass(frozen=True, slots=True)
-class Evidence:
-    """What rules know besides the rows."""
-
-    sampled: SamplerRecord | None = None
-    """The sampler's own record."""
-    stops: tuple[str, ...] = ()
-    """Texts that ended replies."""
 
 
 Severity = Literal["error", "warning", "info"]
@@ -365,10 +357,3 @@ class ExaminedRow:
         return RowFinding(
             rule=rule, severity=severity, row=self.index, place=self.foreign.place, token=at, message=message
         )
-
-
-def first_difference(one: Sequence[int] | Vector, other: Sequence[int] | Vector) -> int:
-    """The first place at which two lists of ids [n] differ; the length of the shorter one where none does."""
-    size = min(len(one), len(other))
-    different = np.flatnonzero(np.asarray(one[:size]) != np.asarray(other[:size]))
-    return int(different[0]) if len(different) else size

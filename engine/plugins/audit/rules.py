@@ -1,7 +1,7 @@
 """The rules of an audit: one small function each, and one entry in `RULES`.
 
-A function gets all rows that it can judge and yields findings. What a rule needs of a row is declared in its entry, and
-rows without it are counted as not judged, with the reason.
+A function gets all rows that it can judge, and the sampler's own record where there is one, and yields findings. What
+a rule needs of a row is declared in its entry, and rows without it are counted as not judged, with the reason.
 """
 
 from __future__ import annotations
@@ -16,19 +16,18 @@ import numpy as np
 
 from engine.errors import EngineError
 from engine.plugins.audit.examine import (
-    Evidence,
     ExaminedRow,
     ForeignReply,
     RowFinding,
     SamplerRecord,
     Severity,
-    first_difference,
 )
 from engine.schemas.generation import FinishReason, Generation
+from engine.tokens.bridge.wrapper import common_length
 from engine.tokens.conversation import Conversation
 
 
-def retokenized(rows: Sequence[ExaminedRow], known: Evidence) -> Iterator[RowFinding]:
+def retokenized(rows: Sequence[ExaminedRow], sampled: SamplerRecord | None) -> Iterator[RowFinding]:
     """Sampled tokens that were decoded and encoded again.
 
     Proofs: the sampler's record has a reply of the same text and other ids; or a later row of an episode has the same
@@ -38,13 +37,13 @@ def retokenized(rows: Sequence[ExaminedRow], known: Evidence) -> Iterator[RowFin
     for row in rows:
         if row.foreign.trajectory:
             episodes[row.foreign.group, row.foreign.trajectory].append(row)
-        for reply in row.replies if known.sampled is not None else ():
-            assert known.sampled is not None
-            others = known.sampled.by_text.get(row.text(reply.start, reply.end))
-            if reply.ids not in known.sampled.replies and others:
-                sampled = min(others)
-                at = first_difference(reply.ids, sampled)
-                there, here = list(sampled[at : at + 4]), list(reply.ids[at : at + 4])
+        for reply in row.replies if sampled is not None else ():
+            assert sampled is not None
+            others = sampled.by_text.get(row.text(reply.start, reply.end))
+            if reply.ids not in sampled.replies and others:
+                recorded = min(others)
+                at = common_length(reply.ids, recorded)
+                there, here = list(recorded[at : at + 4]), list(reply.ids[at : at + 4])
                 message = f"the sampler gave other ids for the same text: {there} there, {here} here "
                 message += f"({row.quoted(reply.start, reply.end)})"
                 yield row.finding("retokenized", "error", message, reply.start + at)
@@ -52,14 +51,14 @@ def retokenized(rows: Sequence[ExaminedRow], known: Evidence) -> Iterator[RowFin
         decode = earlier.marks.template.decode
         if len(later.ids) <= 1 or not decode(later.ids).startswith(decode(earlier.ids)):
             continue
-        at = first_difference(earlier.ids.tolist(), later.ids.tolist())
+        at = common_length(earlier.ids.tolist(), later.ids.tolist())
         if any(start <= at - earlier.start < end for start, end in earlier.runs):
             there, here = earlier.ids[at : at + 4].tolist(), later.ids[at : at + 4].tolist()
             message = f"{earlier.foreign.place} has the same text with other ids, and sampled them: {there} there, "
             yield later.finding("retokenized", "error", f"{message}{here} here", at, response=False)
 
 
-def observation_trained(rows: Sequence[ExaminedRow], known: Evidence) -> Iterator[RowFinding]:
+def observation_trained(rows: Sequence[ExaminedRow], sampled: SamplerRecord | None) -> Iterator[RowFinding]:
     """Trained tokens that no sampling made: what follows a stop token in a trained run, and what the sampler's record
     does not have."""
     for row in rows:
@@ -71,8 +70,8 @@ def observation_trained(rows: Sequence[ExaminedRow], known: Evidence) -> Iterato
                     "trained after the stop token of a reply, where sampling had ended: " + row.quoted(beyond, until),
                     beyond,
                 )
-        if known.sampled is not None:
-            yield from _not_sampled(row, known.sampled)
+        if sampled is not None:
+            yield from _not_sampled(row, sampled)
 
 
 def _not_sampled(row: ExaminedRow, sampled: SamplerRecord) -> Iterator[RowFinding]:
@@ -100,7 +99,7 @@ def _not_sampled(row: ExaminedRow, sampled: SamplerRecord) -> Iterator[RowFindin
             )
 
 
-def closing_trained(rows: Sequence[ExaminedRow], known: Evidence) -> Iterator[RowFinding]:
+def closing_trained(rows: Sequence[ExaminedRow], sampled: SamplerRecord | None) -> Iterator[RowFinding]:
     """Trained tokens that the template writes at the end of a reply."""
     for row in rows:
         for reply, beyond, _ in _after_stops(row):
@@ -111,18 +110,18 @@ def closing_trained(rows: Sequence[ExaminedRow], known: Evidence) -> Iterator[Ro
                     f"the template's text after a reply is trained: {row.quoted(reply.end, beyond)}",
                     reply.end,
                 )
-        for reply in row.replies if known.sampled is not None else ():
-            assert known.sampled is not None
-            recorded = known.sampled.replies
+        for reply in row.replies if sampled is not None else ():
+            assert sampled is not None
+            recorded = sampled.replies
             if not reply.stopped or reply.ids in recorded:
                 continue
             without, text = row.text(reply.start, reply.end - 1), row.text(reply.start, reply.end)
-            by_text = without in known.sampled.by_text and text not in known.sampled.by_text
+            by_text = without in sampled.by_text and text not in sampled.by_text
             if reply.ids[:-1] in recorded or by_text:
                 message = "the stop token after a reply is trained, and the sampler's record does not have it: "
                 message += row.quoted(reply.end - 1, reply.end)
                 yield row.finding("closing_trained", "error", message, reply.end - 1)
-        if known.sampled is None and row.foreign.finish == "length" and row.replies:
+        if sampled is None and row.foreign.finish == "length" and row.replies:
             last = row.replies[-1]
             if last.stopped and last.end == len(row.response):
                 yield row.finding(
@@ -143,20 +142,20 @@ def _after_stops(row: ExaminedRow) -> Iterator[tuple[ForeignReply, int, int]]:
             continue
         following = row.replies[at + 1].start if at + 1 < len(row.replies) else reply.run_end
         until = min(following, reply.run_end)
-        yield reply, reply.end + first_difference(closing, row.response[reply.end : until]), until
+        yield reply, reply.end + common_length(closing, row.response[reply.end : until]), until
 
 
-def missing_eos(rows: Sequence[ExaminedRow], known: Evidence) -> Iterator[RowFinding]:
+def missing_eos(rows: Sequence[ExaminedRow], sampled: SamplerRecord | None) -> Iterator[RowFinding]:
     """Replies that ended by themselves and whose stop token is not trained, or is not there."""
     longest = max((len(row.response) for row in rows), default=0)
     for row in rows:
         for reply in row.replies:
-            if reply.stopped or (known.stops and row.text(reply.start, reply.end).endswith(known.stops)):
+            if reply.stopped or (row.marks.texts and row.text(reply.start, reply.end).endswith(row.marks.texts)):
                 continue
             judged = None
-            if known.sampled is None:
+            if sampled is None:
                 judged = _unstopped(row, reply, longest)
-            elif any((*reply.ids, stop) in known.sampled.replies for stop in row.marks.template.stop_set):
+            elif any((*reply.ids, stop) in sampled.replies for stop in row.marks.template.stop_set):
                 there = reply.end < len(row.response) and int(row.response[reply.end]) in row.marks.template.stop_set
                 where = "has loss mask 0" if there else "is not in the row"
                 judged = "error", f"the sampler gave a stop token at the end of this reply, which {where}"
@@ -183,7 +182,7 @@ def _unstopped(row: ExaminedRow, reply: ForeignReply, longest: int) -> tuple[Sev
     return "warning", f"a reply goes over into other tokens without a stop token: {quoted}"
 
 
-def prompt_not_template(rows: Sequence[ExaminedRow], known: Evidence) -> Iterator[RowFinding]:
+def prompt_not_template(rows: Sequence[ExaminedRow], sampled: SamplerRecord | None) -> Iterator[RowFinding]:
     """Prompts that are not what the chat template renders: the first one, and the first text between two replies that
     the template would not write there, by the engine's own conversation."""
     for row in rows:
@@ -222,7 +221,7 @@ def _prompt_difference(row: ExaminedRow) -> tuple[int | None, str]:
     except EngineError as error:
         return None, f"the chat template refuses the prompt's messages: {error}"
     ids = row.foreign.prompt_ids.tolist()
-    at = first_difference(ids, rendered)
+    at = common_length(ids, rendered)
     decode = row.marks.template.decode
     here, there = decode(ids[at : at + 8]), decode(rendered[at : at + 8])
     whose = "the row's messages" if row.messages else "the messages that it spells"
@@ -271,14 +270,14 @@ def _between(
     if np.array_equal(here, there):
         return None
     message = f"between two replies the template writes {_short(decode(there))}, and the row has {_short(decode(here))}"
-    return "warning", message, first_difference(here, there)
+    return "warning", message, common_length(here, there)
 
 
 def _short(text: str) -> str:
     return repr(text if len(text) <= 80 else f"{text[:50]}…{text[-29:]}")
 
 
-def reward_unseen(rows: Sequence[ExaminedRow], known: Evidence) -> Iterator[RowFinding]:
+def reward_unseen(rows: Sequence[ExaminedRow], sampled: SamplerRecord | None) -> Iterator[RowFinding]:
     """Rewards that reach no trained token."""
     for row in rows:
         foreign = row.foreign
@@ -317,7 +316,7 @@ def reward_unseen(rows: Sequence[ExaminedRow], known: Evidence) -> Iterator[RowF
             )
 
 
-def mixed_group(rows: Sequence[ExaminedRow], known: Evidence) -> Iterator[RowFinding]:
+def mixed_group(rows: Sequence[ExaminedRow], sampled: SamplerRecord | None) -> Iterator[RowFinding]:
     """Groups whose rows begin with other prompts or belong to other tasks, so that their rewards are no baseline for
     each other."""
     groups: dict[str, dict[str, ExaminedRow]] = defaultdict(dict)
@@ -332,7 +331,7 @@ def mixed_group(rows: Sequence[ExaminedRow], known: Evidence) -> Iterator[RowFin
                     "mixed_group",
                     "error",
                     f"group {name} begins with another prompt in {first.foreign.place}",
-                    first_difference(*prompts) if len(prompts) == 2 else None,
+                    common_length(*prompts) if len(prompts) == 2 else None,
                     response=False,
                 )
                 continue
@@ -350,7 +349,7 @@ def _prompt_key(row: ExaminedRow) -> bytes | str | None:
     return row.foreign.prompt_text if row.foreign.prompt_ids is None else row.foreign.prompt_ids.tobytes()
 
 
-def no_versions(rows: Sequence[ExaminedRow], known: Evidence) -> Iterator[RowFinding]:
+def no_versions(rows: Sequence[ExaminedRow], sampled: SamplerRecord | None) -> Iterator[RowFinding]:
     """Trained tokens whose weight version is not known."""
     without = [row for row in rows if row.foreign.versions is None and not row.foreign.row_versions]
     if without and len(without) == len(rows):
@@ -387,7 +386,9 @@ _REASONS: Mapping[Need, str] = {
     "reward": "the row has no reward",
     "group": "the row names no group",
 }
-RULES: Mapping[str, tuple[Callable[[Sequence[ExaminedRow], Evidence], Iterator[RowFinding]], tuple[Need, ...]]] = {
+RULES: Mapping[
+    str, tuple[Callable[[Sequence[ExaminedRow], SamplerRecord | None], Iterator[RowFinding]], tuple[Need, ...]]
+] = {
     "retokenized": (retokenized, ("ids",)),
     "observation_trained": (observation_trained, ("ids",)),
     "closing_trained": (closing_trained, ("ids",)),

@@ -26,7 +26,10 @@ def facts(spec: EpisodeSpec) -> SpecFacts:
     """The hook `spec_facts`."""
     condense = CondenseSpec.section_of(spec)
     if condense is None:
-        return SpecFacts(trainer_uses=_trainer_uses(spec, None))
+        if spec.limits.value_of("on_overflow") != "condense":
+            return SpecFacts()
+        fix = "set `limits.on_overflow: end`, or use another trainer"
+        return SpecFacts(trainer_uses=(TrainerUse(thing="branches", path=("limits", "on_overflow"), fix=fix),))
     expand = AddedTool(path=("condense", "expand"), make="engine.plugins.condense.record:expand_tool")
     code: tuple[AddedCode, ...] = ()
     roles: dict[DataPath, PlayedRole] = {}
@@ -46,23 +49,14 @@ def facts(spec: EpisodeSpec) -> SpecFacts:
         roles[_CONDENSER] = PlayedRole(
             name=SUMMARY_ROLE, spec=summary.role, blame="environment", kinds="condense", fields=fields
         )
+    path: tuple[str, ...] = ("condense",) if condense.keep is None else ("condense", "keep")
+    fix = f"remove `{'.'.join(path)}`, or use another trainer"
     return SpecFacts(
         tools=(expand,) if condense.expand else (),
         code=code,
         roles=roles,
-        trainer_uses=_trainer_uses(spec, condense),
+        trainer_uses=(TrainerUse(thing="branches", path=path, fix=fix),),  # it has several branches
     )
-
-
-def _trainer_uses(spec: EpisodeSpec, condense: CondenseSpec | None) -> tuple[TrainerUse, ...]:
-    """A condensed conversation has several branches."""
-    if condense is not None:
-        path = ("condense",) if condense.keep is None else ("condense", "keep")
-        return (TrainerUse(thing="branches", path=path, fix=f"remove `{'.'.join(path)}`, or use another trainer"),)
-    if spec.limits.value_of("on_overflow") == "condense":
-        fix = "set `limits.on_overflow: end`, or use another trainer"
-        return (TrainerUse(thing="branches", path=("limits", "on_overflow"), fix=fix),)
-    return ()
 
 
 def with_condensing(spec: EpisodeSpec, machine: ResolvedMachine) -> ResolvedMachine:

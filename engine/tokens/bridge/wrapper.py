@@ -15,7 +15,9 @@ for a whole tape `end_in`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import takewhile
+from operator import eq
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -191,10 +193,9 @@ def end_in(pieces: Sequence[Piece], text: str) -> int | None:
     return min(places, key=places.__getitem__, default=None)
 
 
-def common_length(said: str, text: str) -> int:
-    """The index of the first character of a text that another text does not have."""
-    pairs = enumerate(zip(said, text, strict=False))
-    return next((at for at, (ours, theirs) in pairs if ours != theirs), min(len(said), len(text)))
+def common_length(said: Iterable[object], text: Iterable[object]) -> int:
+    """How many characters, or ids, two texts or lists of ids have in common at their beginnings."""
+    return len(list(takewhile(bool, map(eq, said, text))))
 
 
 def _spaced_ends(piece: str, text: str, start: int) -> list[int]:
