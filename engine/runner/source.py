@@ -8,6 +8,7 @@ import gc
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import SpecCodeError
@@ -33,16 +34,16 @@ def fitting_tasks(tasks: TaskList, loaded: LoadedSpec, template: ChatTemplate) -
     return fitting
 
 
+@dataclass(eq=False)
 class EpisodeSource:
     """Gives a runner its episodes, one after another: here those of an iterator."""
 
-    def __init__(self, episodes: Iterator[tuple[Task, int]]) -> None:
-        self._episodes = episodes
+    episodes: Iterator[tuple[Task, int]]
 
     async def next(self) -> tuple[Task, int, int] | None:
         """Return the next episode: its task, its index in the group, and the number of its first attempt; None: no
         more."""
-        episode = next(self._episodes, None)
+        episode = next(self.episodes, None)
         return None if episode is None else (*episode, 0)
 
     def ended(self, task: Task, sample: int, *, finished: bool) -> None:

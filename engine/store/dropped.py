@@ -77,20 +77,6 @@ class Space(Struct, frozen=True, kw_only=True):
         return self.file - self.free
 
 
-class Content(Struct, frozen=True, kw_only=True):
-    """Content that can be dropped."""
-
-    sizes: dict[int, int]
-    """Bytes of each episode, by its number."""
-    failed: bool = False
-    """Whether the group stays because an episode of it failed."""
-
-    @property
-    def size(self) -> int:
-        """Bytes of all of them."""
-        return sum(self.sizes.values())
-
-
 def space(connection: sqlite3.Connection) -> Space:
     """Return the size of the file, with what is in the WAL."""
     pages, free, size = (
@@ -146,21 +132,23 @@ def refuse_dropped(connection: sqlite3.Connection, number: int, episode_id: str)
             )
 
 
-def measure(connection: sqlite3.Connection, episode_ids: Sequence[str], *, keep_failed: bool) -> Content:
-    """Return the content that `drop` would delete; arguments as there."""
+def measure(connection: sqlite3.Connection, episode_ids: Sequence[str], *, keep_failed: bool) -> dict[int, int] | None:
+    """Return what `drop` would; arguments as there."""
     marks = ", ".join("?" * len(episode_ids))
     query = f"SELECT number, failure FROM episodes WHERE id IN ({marks}) AND status <> 'pending'"
     if has_table(connection):
         query += " AND NOT EXISTS (SELECT 1 FROM dropped WHERE episode = number)"
     rows = connection.execute(query, tuple(episode_ids)).fetchall()
     if keep_failed and any(failure is not None for _, failure in rows):
-        return Content(sizes={}, failed=True)
+        return None
     sums = [f"(SELECT coalesce(sum({size}), 0) FROM {table} WHERE episode = :n)" for table, size in _CONTENT.items()]
     total = f"SELECT {' + '.join(sums)}"
-    return Content(sizes={number: int(connection.execute(total, {"n": number}).fetchone()[0]) for number, _ in rows})
+    return {number: int(connection.execute(total, {"n": number}).fetchone()[0]) for number, _ in rows}
 
 
-def drop(connection: sqlite3.Connection, episode_ids: Sequence[str], *, keep_failed: bool = False) -> Content:
+def drop(
+    connection: sqlite3.Connection, episode_ids: Sequence[str], *, keep_failed: bool = False
+) -> dict[int, int] | None:
     """Delete the content of a group's episodes, inside the caller's transaction. The caller knows that nothing reads it
     any more.
 
@@ -170,21 +158,22 @@ def drop(connection: sqlite3.Connection, episode_ids: Sequence[str], *, keep_fai
         keep_failed: Drop nothing if one of them failed.
 
     Returns:
-        What was dropped.
+        Bytes of the content of each episode that was dropped, by its number. None: the group stays because an episode
+        of it failed.
     """
-    content = measure(connection, episode_ids, keep_failed=keep_failed)
-    if not content.sizes:
-        return content
+    sizes = measure(connection, episode_ids, keep_failed=keep_failed)
+    if not sizes:
+        return sizes
     if not has_table(connection):
         connection.execute(_TABLE)
         connection.execute(f"PRAGMA user_version = {database.COMPACTED_VERSION}")
     now = time.time()
-    for number, size in content.sizes.items():
+    for number, size in sizes.items():
         for table in _CONTENT:
             connection.execute(f"DELETE FROM {table} WHERE episode = ?", (number,))
         connection.execute("DELETE FROM crash_counts WHERE episode = ?", (number,))
         connection.execute("INSERT INTO dropped VALUES (?, ?, ?)", (number, now, size))
-    return content
+    return sizes
 
 
 def forget(connection: sqlite3.Connection, number: int) -> bool:

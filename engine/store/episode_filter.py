@@ -103,11 +103,6 @@ def compile_filter(expression: str, option: str, variables: Mapping[str, Variabl
     return Guard(expression, variables)
 
 
-def end_values(names: frozenset[str], trajectory: Trajectory) -> dict[str, Any]:
-    """Return the values, at the end of an episode, of those variables in `names` that its trajectory determines."""
-    return {name: of(trajectory) for name, of in END_VALUES.items() if name in names}
-
-
 def stored_limits(store: RunReader) -> dict[str, int | float]:
     """Return the value of the variable `limits` for the episodes of a run."""
     return limit_values(read_stored(store.header.spec.get("limits") or {}, LimitsSpec, ("limits",)))
@@ -146,7 +141,7 @@ class EpisodeFilter:
             StoreError: It has no value for this episode, for example because a fact is missing.
         """
         names = self._guard.names
-        context = end_values(names, trajectory)
+        context = {name: of(trajectory) for name, of in END_VALUES.items() if name in names}
         if "facts" in names:
             context["facts"] = {**trajectory.facts, **self._review_facts(trajectory.episode_id)}
         if "limits" in names:

@@ -224,7 +224,7 @@ class RunStore(RunReader):
         ids: list[str] = await self._writing().do(job)
         return ids
 
-    async def drop(self, episode_ids: Sequence[str], *, keep_failed: bool = False) -> dropped.Content:
+    async def drop(self, episode_ids: Sequence[str], *, keep_failed: bool = False) -> dict[int, int] | None:
         """Delete the content of a group's episodes in one commit. The space is used for the next episodes; see
         `engine.store.dropped`.
 
@@ -232,12 +232,15 @@ class RunStore(RunReader):
             episode_ids: Episodes that do not run, and that nothing reads any more.
             keep_failed: Drop nothing if one of them failed.
 
+        Returns:
+            As `engine.store.dropped.drop`.
+
         Raises:
             StoreError: the write failed, and nothing was dropped.
         """
         job = partial(dropped.drop, episode_ids=tuple(episode_ids), keep_failed=keep_failed)
-        content: dropped.Content = await self._writing().do(job)
-        return content
+        sizes: dict[int, int] | None = await self._writing().do(job)
+        return sizes
 
     async def put_image(self, data: bytes, mime: str | None = None) -> ImagePart:
         """Store an encoded image; the same bytes are stored once.

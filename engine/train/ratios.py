@@ -45,7 +45,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from engine.schemas.train import Level, RolloutCorrectionSpec
+from engine.schemas.train import RolloutCorrectionSpec
 from engine.train.loss_tokens import LossTokens
 
 FLOOR = -1e4
@@ -110,21 +110,13 @@ def token_kl(estimator: Literal["k1", "k2", "k3"], logprobs: Tensor, reference: 
 def correction_weights(spec: RolloutCorrectionSpec, tokens: LossTokens) -> tuple[Tensor, Tensor]:
     """The factor of each token's policy loss, [n], detached (1 for all with `kind: none`), and whether `mask` dropped
     it, bool [n]."""
-    ratio = proximal_sampler_ratio(spec.level, tokens)
+    logs = log_ratio(tokens.proximal, tokens.sampler).detach()
+    if spec.level != "token":
+        logs = group_mean(logs, tokens.turns if spec.level == "turn" else tokens.rows)
+    ratio = bounded_exp(logs)
     if spec.kind == "none":
         return torch.ones_like(ratio), torch.zeros_like(ratio, dtype=torch.bool)
     if spec.kind == "truncate":
         return ratio.clamp(spec.low, spec.high), torch.zeros_like(ratio, dtype=torch.bool)
     masked = (ratio < spec.low) | (ratio > spec.high)
     return ratio.masked_fill(masked, 0.0), masked
-
-
-def proximal_sampler_ratio(level: Level, tokens: LossTokens) -> Tensor:
-    """proximal / sampler, [n], detached, at the given level."""
-    with torch.no_grad():
-        logs = log_ratio(tokens.proximal, tokens.sampler)
-        if level == "turn":
-            logs = group_mean(logs, tokens.turns)
-        elif level == "sequence":
-            logs = group_mean(logs, tokens.rows)
-        return bounded_exp(logs)

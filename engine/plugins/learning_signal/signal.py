@@ -166,6 +166,7 @@ def observe(loaded: LoadedSpec, folder: Path) -> LearningSignal:
     return LearningSignal(loaded.spec.train, loaded.spec.rewards.credit, loaded.base)
 
 
+@dataclass(eq=False)
 class LearningSignal(TrainingObserver):
     """Counts the steps of this launch in which no trained token has an advantage.
 
@@ -173,51 +174,49 @@ class LearningSignal(TrainingObserver):
     episodes earned the same in each turn.
     """
 
-    def __init__(self, train: TrainSpec, credit: CreditSpec, base: Path | None) -> None:
-        self._credit = credit
-        self._base = base
-        self._critic = train.critic is not None
-        self._whitened = train.advantage_norm == "batch"
-        self._steps = 0
-        self._missing = 0
-        self._in_a_row = 0
-        self._reason = ""
+    train: TrainSpec
+    credit: CreditSpec
+    base: Path | None
+    steps: int = 0
+    missing: int = 0
+    in_a_row: int = 0
+    reason: str = ""
 
     def sampled(self, step: int, batch: Batch) -> tuple[Mapping[str, float], str | None]:
         """See `TrainingObserver`."""
-        reach = reach_of(self._credit, [*batch.used, *batch.left_out], self._base)
+        reach = reach_of(self.credit, [*batch.used, *batch.left_out], self.base)
         if unplaced := reach.unplaced():
             log.warning("rewards reach no token", step=step, rewards=unplaced)
         return reach.metrics(), self.add(batch)
 
     def add(self, batch: Batch) -> str | None:
         """Count a step. Returns a warning at the third one in a row without a signal, and None at all others."""
-        self._steps += 1
+        self.steps += 1
         if self._has_signal(batch):
-            self._in_a_row = 0
+            self.in_a_row = 0
             return None
-        self._missing += 1
-        self._in_a_row += 1
-        self._reason = _reason(batch)
-        if self._in_a_row != STEPS:
+        self.missing += 1
+        self.in_a_row += 1
+        self.reason = _reason(batch)
+        if self.in_a_row != STEPS:
             return None
-        return f"{STEPS} steps in a row had no learning signal: {self._reason}"
+        return f"{STEPS} steps in a row had no learning signal: {self.reason}"
 
     def close(self) -> str | None:
         """The steps without a signal and the reason of the last one; None if there were fewer than `STEPS`."""
-        if self._missing < min(STEPS, self._steps or 1):
+        if self.missing < min(STEPS, self.steps or 1):
             return None
-        return f"{self._missing} of {self._steps} steps had no learning signal: {self._reason}"
+        return f"{self.missing} of {self.steps} steps had no learning signal: {self.reason}"
 
     def _has_signal(self, batch: Batch) -> bool:
-        if self._critic:
+        if self.train.critic is not None:
             return (
                 len({tuple(sum(turn.rewards.values()) for turn in trajectory.turns) for trajectory in _episodes(batch)})
                 > 1
             )
         if all(group.without_signal for group in batch.used):
             return False
-        if not self._whitened:
+        if self.train.advantage_norm != "batch":
             return True
         whitened = whitened_advantages([row.advantages for row in batch.rows])
         return any(np.abs(column).max(initial=0.0) > ZERO_ADVANTAGE for column in whitened)

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine.store import database
-from engine.store.dropped import Content, Dropped, Space, drop, measure, mentioned_images, read_dropped, space
+from engine.store.dropped import Dropped, Space, drop, measure, mentioned_images, read_dropped, space
 from engine.store.lock import RunLock
 from engine.store.reading import reading
 from engine.store.store import episode_id_of
@@ -95,8 +95,8 @@ def compact(folder: Path, groups: Iterable[Sequence[str]], *, keep_failed: bool)
         for episodes in groups:
             with connection:
                 connection.execute("BEGIN IMMEDIATE")
-                content = drop(connection, episodes, keep_failed=keep_failed)
-            _count(compacted, content)
+                sizes = drop(connection, episodes, keep_failed=keep_failed)
+            _count(compacted, sizes)
         _drop_images(connection, compacted)
         try:
             if space(connection).free:
@@ -112,11 +112,12 @@ def compact(folder: Path, groups: Iterable[Sequence[str]], *, keep_failed: bool)
         return compacted
 
 
-def _count(compacted: Compacted, content: Content) -> None:
-    compacted.groups += bool(content.sizes)
-    compacted.failed += content.failed
-    compacted.episodes += len(content.sizes)
-    compacted.size += content.size
+def _count(compacted: Compacted, sizes: dict[int, int] | None) -> None:
+    compacted.failed += sizes is None
+    if sizes:
+        compacted.groups += 1
+        compacted.episodes += len(sizes)
+        compacted.size += sum(sizes.values())
 
 
 @contextmanager

@@ -54,7 +54,7 @@ class CompactedTraining(TrainingObserver):
             with timed("compact"):
                 plan = await asyncio.to_thread(plan_of, self.folder, self.spec, self.keep, after=self.dropped_until)
                 for group in plan.groups:
-                    episodes += len((await self._store.drop(group, keep_failed=self.keep.failures)).sizes)
+                    episodes += len(await self._store.drop(group, keep_failed=self.keep.failures) or ())
             self.dropped_until = plan.until
         except StoreError as error:
             log.warning("episodes could not be dropped", reason=str(error))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from pkgutil import resolve_name
 from typing import Any, Generic, TypeVar
 
@@ -16,6 +17,7 @@ from engine.train.ratios import bounded_exp, floored, group_mean, log_ratio
 Spec = TypeVar("Spec", bound=Loss)
 
 
+@dataclass(eq=False)
 class PolicyLoss(ABC, Generic[Spec]):
     """The computation of one loss.
 
@@ -23,8 +25,7 @@ class PolicyLoss(ABC, Generic[Spec]):
         spec: Its config class with the keys of `train.loss`.
     """
 
-    def __init__(self, spec: Spec) -> None:
-        self.spec = spec
+    spec: Spec
 
     @abstractmethod
     def token_losses(self, tokens: LossTokens, ratio: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from engine.schemas.train import RolloutCorrectionSpec, TrainSpec
 from engine.train.loss_tokens import LossTokens
 from engine.train.losses import objective
 from engine.train.metric_sums import MetricSums
-from engine.train.ratios import correction_weights, proximal_sampler_ratio
+from engine.train.ratios import correction_weights
 
 RATIOS = [4.0, 1.0, 0.25, 2.0, 8.0, 1.0]
 """proximal / sampler of six tokens: rows of 4 and 2, turns of 2, 2 and 2."""
@@ -54,7 +54,7 @@ ROOT = math.sqrt(0.5)
     ],
 )
 def test_ratios_at_each_level(level: str, expected: list[float]) -> None:
-    found = proximal_sampler_ratio(RolloutCorrectionSpec.model_validate({"level": level}).level, six())
+    found, _ = correction_weights(RolloutCorrectionSpec.model_validate({"level": level, "high": 100.0}), six())
     assert found.tolist() == pytest.approx(expected, rel=1e-14)
 
 

@@ -24,7 +24,7 @@ from engine.plugins.show.listing.listing import SORTS, Listing
 from engine.plugins.show.listing.sources import find
 from engine.schemas.journal import ScoreRecord
 from engine.store import RunStore, results
-from engine.store.episode_filter import END_VALUES, EpisodeFilter, end_values
+from engine.store.episode_filter import END_VALUES, EpisodeFilter
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,9 @@ def test_a_row_has_what_the_episode_ended_with(run: Path) -> None:
 def test_the_values_of_a_head_are_those_of_the_trajectory() -> None:
     for made in (make_trajectory(1), ended(0, 0), ended(2, 1), ended(5, 0), make_trajectory(0, branches=0)):
         head = read_head(results.encode_trajectory(made).trajectory)
-        assert end_values(frozenset(END_VALUES), head) == end_values(frozenset(END_VALUES), made)
+        assert {name: of(head) for name, of in END_VALUES.items()} == {
+            name: of(made) for name, of in END_VALUES.items()
+        }
     nan = replace(make_trajectory(), facts={"x": float("inf")})
     assert read_head(results.encode_trajectory(nan).trajectory).facts == {"x": float("inf")}
 

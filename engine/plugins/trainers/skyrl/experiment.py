@@ -7,6 +7,7 @@ Settings of SkyRL that would change the engine's advantages, or have no effect o
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -119,6 +120,7 @@ def refuse_settings(cfg: Any, loaded: LoadedSpec) -> None:
 CHANGES = "an overridden method of the trainer, or a setting that masks, cuts or drops responses"
 
 
+@dataclass(eq=False)
 class TaskPrompts:
     """The data set of a spec's tasks, with the methods of SkyRL's PromptDataset. A prompt holds the task's id, which
     the model does not see.
@@ -127,14 +129,13 @@ class TaskPrompts:
         ids: The ids of the tasks.
     """
 
-    def __init__(self, ids: Sequence[str]) -> None:
-        self._ids = list(ids)
+    ids: Sequence[str]
 
     def __len__(self) -> int:
-        return len(self._ids)
+        return len(self.ids)
 
     def __getitem__(self, place: int) -> tuple[list[dict[str, str]], None, dict[str, str], str]:
-        task = self._ids[place]
+        task = self.ids[place]
         return [{"role": "user", "content": task}], None, {"task": task}, str(place)
 
     def collate_fn(self, items: Sequence[tuple[Any, ...]]) -> list[dict[str, Any]]:
