@@ -56,14 +56,10 @@ class EngineError(Exception):
         super().__init__(message)
 
     def __reduce__(self) -> Any:
-        return _restored, (type(self), self.args, self.__dict__)  # pickle would call `__init__` with the message alone
+        import copyreg
 
-
-def _restored(of: type[EngineError], args: tuple[Any, ...], state: dict[str, Any]) -> EngineError:
-    """The error that another process has pickled."""
-    error = of.__new__(of, *args)
-    error.__dict__.update(state)
-    return error
+        # by `__new__`: an exception's own way would call `__init__` with the message alone
+        return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
 
 
 class SpecError(EngineError):

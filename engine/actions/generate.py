@@ -13,7 +13,7 @@ from engine.actions.action_facts import rooms_of
 from engine.episode.episode import Episode, NewestReply
 from engine.errors import BackendError
 from engine.rewards.state_key import compile_state_key
-from engine.schemas.generation import GenerateRequest, Generation, SamplingParams
+from engine.schemas.generation import GenerateRequest
 from engine.schemas.journal import GenerationRecord
 from engine.schemas.message import MalformedCall, ToolCall
 from engine.schemas.trajectory import Turn
@@ -104,20 +104,21 @@ class GenerateAction(Action):
             return None
         return asyncio.get_running_loop().run_in_executor(_TOKENIZING, episode.conversation.prompt)
 
-    def _asked_for(self, asked: Mapping[str, Any]) -> SamplingParams:
-        """The spec's sampling with other parameters: stop texts are added, others replaced."""
-        changes = {name: value for name, value in asked.items() if name != "max_tokens"}
-        if stop := changes.get("stop"):
-            changes["stop"] = [*dict.fromkeys([*self._sampling.stop, *stop])]
-        return self._sampling.model_copy(update=changes)
-
     async def perform(self, episode: Episode, objects: EpisodeObjects) -> GenerationRecord:
-        """Sample one reply. A generation slot is held only while the reply is requested."""
+        """Sample one reply, and check it before anything is stored. A generation slot is held only while the reply is
+        requested."""
         request = self._request(episode, episode.conversation, episode.turn + 1, episode.sampling)
         assert objects.sampler is not None  # where nothing is sampled, nothing is performed
         generation = await objects.sampler.generate(request)
-        checked = objects.sampler.checks_replies and self.vision is None
-        self._check(episode, generation, request.max_new_tokens, checked)
+        if objects.sampler.checks_replies and self.vision is None and generation.routed_experts is None:
+            episode.conversation.checked = generation
+        else:
+            episode.conversation.check(generation)
+        count, most = len(generation.output_ids), request.max_new_tokens
+        if count > most:
+            raise BackendError(f"the backend sampled {count} tokens; at most {most} were requested", kind="bad_reply")
+        if self._asks_experts and generation.routed_experts is None:
+            raise BackendError("the backend did not report the routed experts", kind="bad_reply")
         return GenerationRecord(generation=generation, whole=episode.conversation.whole)
 
     def request_ahead(
@@ -146,11 +147,17 @@ class GenerateAction(Action):
         assert tape is not None
         images, spans = tape.placed_images()
         room = int(min(self._most, self._longest_prompt - len(prompt)))
+        sampling = self._sampling
+        if asked:  # stop texts are added to the spec's, other parameters replaced
+            changes = {name: value for name, value in asked.items() if name != "max_tokens"}
+            if stop := changes.get("stop"):
+                changes["stop"] = [*dict.fromkeys([*sampling.stop, *stop])]
+            sampling = sampling.model_copy(update=changes)
         return GenerateRequest(
             episode_id=episode.id,
             turn=turn,
             input_ids=prompt,
-            sampling=self._asked_for(asked) if asked else self._sampling,
+            sampling=sampling,
             max_new_tokens=min(room, asked.get("max_tokens", self._most)),
             stop_token_ids=self._stop,
             banned_token_ids=self._banned,
@@ -162,18 +169,6 @@ class GenerateAction(Action):
             messages=list(conversation.thread.messages) if self._sends_messages else None,
             tools=conversation.tools if self._sends_messages else None,
         )
-
-    def _check(self, episode: Episode, generation: Generation, most: int, checked: bool) -> None:
-        """Check a reply of a backend before anything is stored."""
-        if checked and generation.routed_experts is None:
-            episode.conversation.checked = generation
-        else:
-            episode.conversation.check(generation)
-        count = len(generation.output_ids)
-        if count > most:
-            raise BackendError(f"the backend sampled {count} tokens; at most {most} were requested", kind="bad_reply")
-        if self._asks_experts and generation.routed_experts is None:
-            raise BackendError("the backend did not report the routed experts", kind="bad_reply")
 
     def apply(self, episode: Episode, record: GenerationRecord) -> str:
         """Append the reply to the tape and parse it."""

@@ -32,47 +32,6 @@ if TYPE_CHECKING:
     from engine.spec.load import LoadedSpec
 
 
-class ToolServers:
-    """The tool servers that all episodes of a run share: opened when the first episode begins, closed with the run.
-
-    The class of a tool adapter (`ToolAdapterFacts.runs`) has `open() -> list of tools`, which is async, and `close()`.
-    Each tool says with `reads_only` whether its calls change nothing.
-    """
-
-    def __init__(self, specs: Sequence[ToolSpec], loaded: LoadedSpec, code: Workers) -> None:
-        self.specs, self._loaded, self._code = specs, loaded, code
-        self._opening: asyncio.Task[list[BoundTool]] | None = None
-
-    async def tools(self) -> list[BoundTool]:
-        """All tools of all servers; the same list for each episode.
-
-        Raises:
-            SpecCodeError: a server could not be opened. It is not tried again in this run.
-        """
-        if not self.specs:
-            return []
-        if self._opening is None:
-            self._opening = asyncio.create_task(self._open())
-        return await asyncio.shield(self._opening)
-
-    async def _open(self) -> list[BoundTool]:
-        tools: list[BoundTool] = []
-        for spec in self.specs:
-            where = f"tools: `{spec.use}`"
-            try:
-                server = load_entry(spec.entry.use, None)(**{**spec.entry.with_, "base": str(self._loaded.base)})
-                self._code.at_close.append(server.close)
-                offered = await server.open()
-            except (EngineError, TypeError, ValueError) as error:
-                raise SpecCodeError(f"{where}: {error}", blame="tool", kind="tool_server") from error
-            seconds = spec.timeout or self._loaded.spec.limits.tool_seconds
-            for tool in offered:
-                declared: Effects = "pure" if tool.reads_only else "external"
-                effects = spec.effects if "effects" in spec.model_fields_set else declared
-                tools.append(bind_tool(tool, name=None, seconds=seconds, effects=effects, where=where))
-        return tools
-
-
 log = structlog.get_logger(__name__)
 
 CLOSE_SECONDS = 10.0
@@ -122,7 +81,9 @@ class ObjectBuilder:
             for tool in spec.tools
             if tool.facts is None
         ]
-        self._servers = ToolServers([tool for tool in spec.tools if tool.facts is not None], loaded, code)
+        self._servers = [tool for tool in spec.tools if tool.facts is not None]
+        self._served: asyncio.Task[list[BoundTool]] | None = None
+        """The tools of all servers, the same for each episode: opened when the first begins, closed with the run."""
         self._functions = [(item, tool) for item, tool in tools if not item.is_class]
         self._classes = [(item, tool) for item, tool in tools if item.is_class]
         self._static: list[BoundTool] = [
@@ -133,7 +94,7 @@ class ObjectBuilder:
         """Tools of plugins."""
         self.shared_toolbox = (
             Toolbox([*self._static, *self._added], code)
-            if not self._classes and self._environment is None and not self._servers.specs
+            if not self._classes and self._environment is None and not self._servers
             else None
         )
 
@@ -150,6 +111,24 @@ class ObjectBuilder:
 
     def _seconds(self, tool: ToolSpec) -> float:
         return tool.timeout or self._loaded.spec.limits.tool_seconds
+
+    async def _open_servers(self) -> list[BoundTool]:
+        """Open the tool servers, whose classes have `open() -> list of tools`, which is async, and `close()`. Each tool
+        says with `reads_only` whether its calls change nothing. Raises: SpecCodeError; it is not tried again."""
+        tools: list[BoundTool] = []
+        for spec in self._servers:
+            where = f"tools: `{spec.use}`"
+            try:
+                server = load_entry(spec.entry.use, None)(**{**spec.entry.with_, "base": str(self._loaded.base)})
+                self._code.at_close.append(server.close)
+                offered = await server.open()
+            except (EngineError, TypeError, ValueError) as error:
+                raise SpecCodeError(f"{where}: {error}", blame="tool", kind="tool_server") from error
+            for tool in offered:
+                declared: Effects = "pure" if tool.reads_only else "external"
+                effects = spec.effects if "effects" in spec.model_fields_set else declared
+                tools.append(bind_tool(tool, name=None, seconds=self._seconds(spec), effects=effects, where=where))
+        return tools
 
     async def _build(self, objects: EpisodeObjects, task: Task | None) -> None:
         if self._environment is not None:
@@ -175,7 +154,8 @@ class ObjectBuilder:
         schemas = tools_of(task.fields, source) if source is not None and task is not None else None
         if schemas is None:
             return toolbox
-        missing = [name for schema in schemas if (name := schema["function"]["name"]) not in toolbox.tools]
+        names = [schema["function"]["name"] for schema in schemas]
+        missing = [name for name in names if name not in toolbox.tools]
         if missing and self._calls_tools:
             offered_names = ", ".join(f"`{name}`" for name in toolbox.tools) or "none"
             raise SpecCodeError(
@@ -184,7 +164,7 @@ class ObjectBuilder:
                 blame="spec",
                 kind="unknown_tool",
             )
-        return toolbox.showing(schemas)
+        return Toolbox([toolbox.tools[name] for name in names if name not in missing], self._code, schemas)
 
     async def _construct(self, code: SpecCode, blame: Blame, effects: Effects, objects: EpisodeObjects) -> Any:
         """Build an object in the episode's own host, or in that of its code."""
@@ -212,7 +192,9 @@ class ObjectBuilder:
             tools = [
                 BoundTool(*host.load(code).tool(), self._seconds(tool), tool.effects) for code, tool in self._functions
             ]
-        tools += await self._servers.tools()
+        if self._servers:
+            self._served = self._served or asyncio.create_task(self._open_servers())
+            tools += await asyncio.shield(self._served)
         for code, tool in self._classes:
             made = await self._construct(code, "tool", tool.effects, objects)
             if isinstance(made, HostedObject):

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 from engine.actions.action_facts import rooms_of
 from engine.actions.services import EpisodeService
 from engine.errors import EngineError, ImageError, RenderError, SpecCodeError
-from engine.schemas.base import Struct
 from engine.schemas.journal import Record, ResetRecord, StepRecord, ToolsRecord, UserRecord
 from engine.schemas.message import ContentPart, ImagePart, Message, TextPart
 from engine.store.images import measure
@@ -225,26 +224,21 @@ class ImageStorer:
         ]
         if all(map(is_, stored, said)):
             return record
-        if isinstance(record, _ANSWERS):
-            self._count(stored, episode, record.blame)
-        return record.with_said(stored)
-
-    def _count(self, said: Sequence[Message], episode: Episode, blame: Blame) -> None:
-        """Check that there are not more images than the model takes, without those that go before the next prompt."""
         most = self._vision.most_images if self._vision is not None else None
-        if most is None:
-            return
-        conversation = episode.conversation
-        thread = [*conversation.thread.messages, *said]
-        opening = len(thread) if episode.turn < 0 else conversation.opening
-        count = sum(len(message.images) for message in thread)
-        count -= sum(room.leaving(thread, opening) for room in self._rooms)
-        if count > most:
-            raise ImageError(
-                f"the conversation would hold {count} images; the model takes {most} (model.max_images): show fewer",
-                kind="too_many_images",
-                blame=blame,
-            )
+        if most is not None and isinstance(record, _ANSWERS):
+            conversation = episode.conversation
+            thread = [*conversation.thread.messages, *stored]
+            opening = len(thread) if episode.turn < 0 else conversation.opening
+            count = sum(len(message.images) for message in thread)
+            count -= sum(room.leaving(thread, opening) for room in self._rooms)  # they go before the next prompt
+            if count > most:
+                raise ImageError(
+                    f"the conversation would hold {count} images; the model takes {most} (model.max_images): "
+                    "show fewer",
+                    kind="too_many_images",
+                    blame=record.blame,
+                )
+        return record.with_said(stored)
 
     async def _message(self, message: Message, blame: Blame) -> Message:
         """The message with digests in place of images; the same object if it has no image."""
@@ -294,22 +288,15 @@ Filter = Callable[["Episode", "Record"], "Record | Awaitable[Record]"]
 """See `EpisodeService.filter`."""
 
 
-class RecordFilters(Struct, frozen=True, kw_only=True):
-    """The filters of one run; each gets what the one before it returned."""
-
-    filters: Sequence[Filter] = ()
-    texts: bool = False
-    """Whether one of them may change or refuse a plain text."""
-
-
 def record_filters(
     spec: EpisodeSpec, template: ChatTemplate, services: Sequence[EpisodeService], images: ImageStorer
-) -> RecordFilters:
-    """What records pass before they are stored."""
+) -> tuple[list[Filter], bool]:
+    """What records pass before they are stored: filters, of which each gets what the one before it returned, and
+    whether one of them may change or refuse a plain text."""
     filters: list[Filter] = []
     if spec.limits.tool_result_tokens is not None:
         cutter = TextCutter(spec.limits, template)
         filters.append(lambda _, record: cutter.cut(record))
     filters += [service.filter for service in services if type(service).filter is not EpisodeService.filter]
     texts = bool(filters) or (template.vision is not None and template.allow_special)
-    return RecordFilters(filters=[*filters, images.filter], texts=texts)
+    return [*filters, images.filter], texts

@@ -191,7 +191,14 @@ class CallToolsAction(SpecCodeAction):
                 episode.counts.tool_errors += 1
             episode.facts.update(result.facts)
             if result.rewards:
-                rewards = [_of_call(event, result.call_id) for event in result.rewards]
+                rewards = []
+                for event in result.rewards:  # `this` is the tool's own call
+                    changed = {
+                        key: part.model_copy(update={"call": result.call_id})
+                        for key, part in (("part", event.part), ("to_part", event.to_part))
+                        if part is not None and part.call == "this"
+                    }
+                    rewards.append(event.model_copy(update=changed) if changed else event)
                 post_rewards(episode, rewards, f"tool:{result.name}")
             episode.solved = episode.solved or result.facts.get("solved") is True
             messages.append(Message(role="tool", content=result.content, tool_call_id=result.call_id, name=result.name))
@@ -215,16 +222,6 @@ class CallToolsAction(SpecCodeAction):
             if strongest == "external":
                 break
         return strongest
-
-
-def _of_call(event: RewardEvent, call_id: str) -> RewardEvent:
-    """The event with the tool's own call in place of `this`."""
-    changed = {
-        key: part.model_copy(update={"call": call_id})
-        for key, part in (("part", event.part), ("to_part", event.to_part))
-        if part is not None and part.call == "this"
-    }
-    return event.model_copy(update=changed) if changed else event
 
 
 class AskUserAction(SpecCodeAction):

@@ -52,11 +52,6 @@ class Toolbox:
         self._workers = workers
         self._shown = shown
 
-    def showing(self, schemas: Sequence[dict[str, Any]]) -> Toolbox:
-        """The tools that a task's own schemas name; the model is shown these schemas."""
-        names = [schema["function"]["name"] for schema in schemas]
-        return Toolbox([self.tools[name] for name in names if name in self.tools], self._workers, schemas)
-
     @property
     def schemas(self) -> list[dict[str, Any]]:
         """Return the tool schemas that the model sees, in OpenAI's form."""
@@ -101,7 +96,11 @@ class Toolbox:
         """Execute one call. An exception of the tool becomes an error result."""
         tool = self.tools.get(call.name)
         if tool is None:
-            return ToolsRecord(results=[self._unknown(call)])
+            near = get_close_matches(call.name, self.tools, n=1)
+            names = ", ".join(f"`{name}`" for name in self.tools)
+            hint = f" Did you mean `{near[0]}`?" if near else ""
+            words = f"There is no tool `{call.name}`.{hint} Tools: {names}."
+            return ToolsRecord(results=[_answer(call.id, call.name, "unknown_tool", words)])
         began = time.perf_counter()
         try:
             if isinstance(tool.function, HostedTool):
@@ -134,13 +133,6 @@ class Toolbox:
         except SpecCodeError as error:
             return ToolsRecord(results=[_failed(call, tool, error, time.perf_counter() - began)])
         return ToolsRecord(results=[_result(call, value, time.perf_counter() - began)])
-
-    def _unknown(self, call: ToolCall) -> ToolResult:
-        near = get_close_matches(call.name, self.tools, n=1)
-        names = ", ".join(f"`{name}`" for name in self.tools)
-        hint = f" Did you mean `{near[0]}`?" if near else ""
-        words = f"There is no tool `{call.name}`.{hint} Tools: {names}."
-        return _answer(call.id, call.name, "unknown_tool", words)
 
 
 def _answer(call_id: str, name: str, error: Any, words: str) -> ToolResult:

@@ -88,7 +88,6 @@ class Launch:
         retry_failed: Retry | None = None,
         evaluation: bool = False,
         progress: Progress | bool = True,
-        store: type[RunStore] = RunStore,
     ) -> Launch:
         """Check a spec, and create its run; or open a run to continue it.
 
@@ -101,7 +100,6 @@ class Launch:
             retry_failed: With `resume`: the failures whose episodes are run again.
             evaluation: No row of the run is trainable.
             progress: What warnings are given to; see `Progress`.
-            store: The class of the store.
 
         Raises:
             SpecError: the spec has errors.
@@ -123,7 +121,7 @@ class Launch:
         tasks = load_tasks(loaded)
         refuse_first_tasks(loaded, tasks)
         header = RunHeader.of(loaded, overrides=changes, evaluation=evaluation)
-        return cls(loaded, tasks, store.create(Path(out or loaded.spec.rollout.out), header))
+        return cls(loaded, tasks, RunStore.create(Path(out or loaded.spec.rollout.out), header))
 
     @classmethod
     def _resumed(
@@ -366,8 +364,8 @@ def _raising_interrupts() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def _store_heard_by(heard: Callable[[JournalEntry], None]) -> type[RunStore]:
-    """The class of a store whose entries are also given to who plays the episode."""
+def _journal_heard_by(heard: Callable[[JournalEntry], None]) -> type[Journal]:
+    """The class of a journal whose entries are also given to who plays the episode."""
 
     class HeardJournal(Journal):
         __slots__ = ()
@@ -380,10 +378,7 @@ def _store_heard_by(heard: Callable[[JournalEntry], None]) -> type[RunStore]:
             heard(entry)
             super().hold(entry, encoded)
 
-    class HeardStore(RunStore):
-        journal_class = HeardJournal
-
-    return HeardStore
+    return HeardJournal
 
 
 async def play(
@@ -414,8 +409,8 @@ async def play(
         folder = out or stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
         changes = [*texts_of(overrides), "rollout.samples_per_task=1"]
         events: asyncio.Queue[JournalEntry | None] = asyncio.Queue()
-        store = _store_heard_by(events.put_nowait)
-        launch = Launch.of(spec, changes, out=folder, progress=progress, store=store)
+        launch = Launch.of(spec, changes, out=folder, progress=progress)
+        launch.store.journal_class = _journal_heard_by(events.put_nowait)
         places = (at for at, row in enumerate(launch.tasks) if task in (at, row.id))
         if (place := next(places, None)) is None:
             launch.store.discard()

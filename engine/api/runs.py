@@ -100,19 +100,13 @@ class Run:
 
     def __init__(self, store: RunReader, result: RunResult | None = None, *, expressions: Sequence[str] = ()) -> None:
         self.store = store
+        self.id = store.run_id
+        """The run's id, which is the name of its folder."""
+        self.folder = store.folder
+        """The run's folder."""
         self.result = result
         """How this launch ended: interrupted, or stopped by an error; None for a run that was only opened."""
         self._expressions = expressions
-
-    @property
-    def id(self) -> str:
-        """The run's id, which is the name of its folder."""
-        return self.store.run_id
-
-    @property
-    def folder(self) -> Path:
-        """The run's folder."""
-        return self.store.folder
 
     @property
     def status(self) -> str:

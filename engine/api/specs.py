@@ -8,7 +8,7 @@ Invariant: an object that is given stands in the spec by an entry point, so a ru
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,15 @@ def load(
     Raises:
         SpecError: the spec is not valid, with every diagnostic.
     """
-    changes = [*texts_of(overrides), *_given(machine, environment, user, tools, scorer)]
+    changes = texts_of(overrides)
+    if machine is not None:
+        changes.append(f"machine={_text(_with_entries(machine))}")
+    for key, code in (("environment", environment), ("user", user), ("rewards.scorer", scorer)):
+        if code is not None:
+            changes.append(f"{key}.use={_text(_entry(code))}")
+    if tools is not None:
+        named = [tool if isinstance(tool, Mapping) else {"use": _entry(tool)} for tool in tools]
+        changes.append(f"tools={_text(named)}")
     return override_spec(spec, changes) if isinstance(spec, LoadedSpec) else load_spec(spec, changes)
 
 
@@ -65,22 +73,6 @@ def _text(value: Any) -> str:
     """A value as YAML; every JSON text is YAML."""
     plain = value.model_dump(mode="json", by_alias=True, exclude_unset=True) if isinstance(value, Contract) else value
     return json.dumps(plain, default=str)
-
-
-def _given(
-    machine: str | Mapping[str, Any] | Contract | None,
-    environment: Code | None,
-    user: Code | None,
-    tools: Sequence[Code] | None,
-    scorer: Code | None,
-) -> Iterator[str]:
-    if machine is not None:
-        yield f"machine={_text(_with_entries(machine))}"
-    for key, code in (("environment", environment), ("user", user), ("rewards.scorer", scorer)):
-        if code is not None:
-            yield f"{key}.use={_text(_entry(code))}"
-    if tools is not None:
-        yield f"tools={_text([tool if isinstance(tool, Mapping) else {'use': _entry(tool)} for tool in tools])}"
 
 
 def _entry(code: Code) -> str:

@@ -14,6 +14,7 @@ import asyncio
 import re
 import signal
 from collections.abc import Mapping
+from functools import partial
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -42,7 +43,6 @@ from engine.validate import refuse_errors
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from engine.runner.counters import RunCounters
     from engine.train.step_source import TrainResult
 
 
@@ -197,9 +197,6 @@ class TrainingLaunch:
             configure_logging()
         shown, panel = progress_of(progress), TrainPanel(self.train.steps)
 
-        def watch(live: RunCounters) -> None:
-            panel.live = live
-
         def on_step(step: int, values: Mapping[str, float]) -> None:
             panel.update(step, values)
             shown.step(panel.step_line())
@@ -210,7 +207,7 @@ class TrainingLaunch:
             process_group=self._process_group,
             on_step=on_step,
             phase=panel.phase,
-            watch=watch,
+            watch=partial(setattr, panel, "live"),
             keep_going=keep_going,
         )
         shown.say(f"loading {self.loaded.spec.model.path} …")

@@ -20,9 +20,9 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from types import FrameType
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 import typer
 
@@ -31,6 +31,7 @@ from engine.terminal import echo
 if TYPE_CHECKING:
     import asyncio
 
+T = TypeVar("T")
 DONE = 0
 """Every episode has ended, one of them without a failure. A failed episode is a result."""
 ERROR = 1
@@ -123,6 +124,15 @@ def stop_on_signals(stop: asyncio.Event, hint: str = "", grace: float | None = N
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
+async def until_signal(run: Callable[..., Awaitable[T]], hint: str, grace: float | None = None) -> T:
+    """Await `run(stop=…)` to its end, or until a signal sets `stop`; `hint` and `grace` as for `stop_on_signals`."""
+    import asyncio
+
+    stop = asyncio.Event()
+    with stop_on_signals(stop, hint, grace):
+        return await run(stop=stop)
+
+
 def leave_now(status: int, hint: str = "") -> None:
     """End the process without waiting for anything. Safe in a signal handler and in a thread.
 
@@ -158,7 +168,7 @@ def leave_hung_code_behind(status: int) -> None:
     pause = threading.Event()
     threading.Thread(target=watch, name="exit", daemon=True).start()
     code_loop = sys.modules.get("engine.actions.calling.code_loop")
-    if code_loop is not None and code_loop.has_unfinished_tasks():
+    if code_loop is not None and code_loop.unfinished_tasks:
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
         sys.stderr.flush()

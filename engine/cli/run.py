@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
@@ -64,12 +65,13 @@ def conclude(launch: Launch, progress: ConsoleProgress, *, keep_going: bool = Fa
     import asyncio
 
     from engine import EngineError
-    from engine.cli.exits import interrupted
+    from engine.cli.exits import interrupted, until_signal
     from engine.cli.run_report import print_summary
 
     console, folder = progress.console, launch.store.folder
+    again = f"To finish it: engine run --resume {folder}"
     try:
-        run = asyncio.run(stoppable(launch, progress, keep_going=keep_going))
+        run = asyncio.run(until_signal(partial(launch.run, progress=progress, keep_going=keep_going), again))
     except EngineError as error:
         echo(str(error), err=True)
         if folder.exists():
@@ -84,23 +86,12 @@ def conclude(launch: Launch, progress: ConsoleProgress, *, keep_going: bool = Fa
     for fault in result.faults:
         console.print(f"could not be finished: {fault}", style="red")
     if result.interrupted:
-        console.print(f"Interrupted. To finish it: engine run --resume {folder}")
+        console.print(f"Interrupted. {again}")
         raise typer.Exit(interrupted())
     print_stopped(run)
     if result.faults:
         raise typer.Exit(ERROR)
     console.print(f"To show it: engine show {folder}")
-
-
-async def stoppable(launch: Launch, progress: ConsoleProgress, *, keep_going: bool) -> Run:
-    """Run a run to its end, or until a signal."""
-    import asyncio
-
-    from engine.cli.exits import stop_on_signals
-
-    stop = asyncio.Event()
-    with stop_on_signals(stop, f"To finish it: engine run --resume {launch.store.folder}"):
-        return await launch.run(progress=progress, keep_going=keep_going, stop=stop)
 
 
 def print_stopped(run: Run) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -79,17 +80,13 @@ def _run(launch: TrainingLaunch, progress: ConsoleProgress, *, keep_going: bool)
     """Train to the end, or until a signal."""
     import asyncio
 
-    from engine.cli.exits import stop_on_signals
+    from engine.cli.exits import until_signal
     from engine.errors import EngineError, FailingError
 
-    async def stoppable() -> Training:
-        stop = asyncio.Event()
-        hint = f"To continue: engine train --resume {launch.folder}"
-        with stop_on_signals(stop, hint, launch.train.checkpoints.grace):
-            return await launch.run(keep_going=keep_going, progress=progress, stop=stop)
-
+    run = partial(launch.run, keep_going=keep_going, progress=progress)
+    hint = f"To continue: engine train --resume {launch.folder}"
     try:
-        return asyncio.run(stoppable())
+        return asyncio.run(until_signal(run, hint, launch.train.checkpoints.grace))
     except EngineError as error:
         echo(str(error), err=True)
         if isinstance(error, FailingError):

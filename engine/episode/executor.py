@@ -35,7 +35,7 @@ from engine.schemas.limits import MAX_STEPS
 from engine.store.codec import EncodedRecord, are_texts, encode_record
 
 if TYPE_CHECKING:
-    from engine.actions.record_filters import Filter, RecordFilters
+    from engine.actions.record_filters import Filter
     from engine.episode.compiled import CompiledSpec
     from engine.store.journal import Journal, MemoryJournal
     from engine.store.writer import Write
@@ -78,7 +78,7 @@ class Executor:
         compiled: CompiledSpec,
         *,
         watch: Watch | None = None,
-        filters: RecordFilters | None = None,
+        filters: tuple[Sequence[Filter], bool] = ((), False),
         clocks: PausableClocks | None = None,
     ) -> None:
         """Drive episodes of a compiled spec.
@@ -86,7 +86,7 @@ class Executor:
         Args:
             compiled: The spec.
             watch: Called at each transition.
-            filters: What records pass before they are stored.
+            filters: What records pass before they are stored: see `record_filters`.
             clocks: Paused while no server is reachable; the episodes' clocks are added to it.
         """
         self._compiled = compiled
@@ -102,9 +102,7 @@ class Executor:
             )
         self._seconds = compiled.spec.limits.episode_seconds
         self._watch = watch
-        self._filters: Sequence[Filter] = () if filters is None else filters.filters
-        self._texts = filters is not None and filters.texts
-        """Whether filters read the plain texts of tools too."""
+        self._filters, self._texts = filters
         self._clocks = clocks or PausableClocks()
 
     async def run(self, episode: Episode, objects: EpisodeObjects, journal: Journal | MemoryJournal) -> None:

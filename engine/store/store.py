@@ -26,7 +26,7 @@ from functools import partial
 from itertools import islice
 from operator import methodcaller
 from pathlib import Path
-from typing import Any, ClassVar, Literal, overload
+from typing import Any, Literal, overload
 
 import structlog
 from msgspec.structs import astuple
@@ -63,7 +63,7 @@ PLANNED = 1_000
 class RunStore(RunReader):
     """A run. Made by `create` or `open`; call `close`, or use it as a context manager."""
 
-    journal_class: ClassVar[type[Journal]] = Journal
+    journal_class: type[Journal] = Journal
     """The class of the journals that `begin` opens."""
 
     def __init__(self, folder: Path, header: RunHeader, lock: RunLock | None, writer: Writer | None) -> None:

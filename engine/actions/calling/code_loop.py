@@ -269,17 +269,13 @@ class CodeLoop:
                 if self._check():
                     return
             elif self._calls or self._abandoned:
-                self._abandoned = False
-                self._probe()
-
-    def _probe(self) -> None:
-        with self._lock:
-            self._answered = False
-            self._probed = self._counted = time.monotonic()
-            self._handle = self._suspect = self._stepped = None
-        self._since = 0.0
-        self.warned = False
-        self._loop.call_soon_threadsafe(self._answer)
+                with self._lock:
+                    self._abandoned = self._answered = False
+                    self._probed = self._counted = time.monotonic()
+                    self._handle = self._suspect = self._stepped = None
+                self._since = 0.0
+                self.warned = False
+                self._loop.call_soon_threadsafe(self._answer)
 
     def _check(self) -> bool:
         """Check what blocks the loop; True once the loop is to be replaced."""
@@ -352,21 +348,15 @@ _SHOWN = 6
 """Number of innermost frames of a blocked thread that are logged."""
 
 
-_tasks: set[asyncio.Task[Any]] = set()
+unfinished_tasks: set[asyncio.Task[Any]] = set()
 """Tasks on code loops that have not ended. Garbage collection closes a coroutine, which runs user code in the
-collecting
-thread: so each task is kept until it has ended."""
-
-
-def has_unfinished_tasks() -> bool:
-    """Whether some `async` user code has not ended. The interpreter must not collect it, because that may never end."""
-    return bool(_tasks)
+collecting thread and may never end: so each task is kept until it has ended."""
 
 
 def _kept(loop: asyncio.AbstractEventLoop, code: Any, **options: Any) -> asyncio.Task[Any]:
     task: asyncio.Task[Any] = asyncio.Task(code, loop=loop, **options)
-    _tasks.add(task)
-    task.add_done_callback(_tasks.discard)
+    unfinished_tasks.add(task)
+    task.add_done_callback(unfinished_tasks.discard)
     return task
 
 

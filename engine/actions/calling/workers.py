@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,7 +46,8 @@ class Workers:
         self.threads = Threads(most, self.interrupter)
         self.code_loops = CodeLoops(self.interrupter)
         self.delay = LoopDelay()
-        self._deadlines = _ByLength()
+        self._deadlines = cache(Deadlines)
+        """By their length; a spec has few."""
         self._hosts: dict[str, CodeHost] = {}
         """Those of plugins, by `isolation.mode`, made when they are needed."""
         self.at_close: list[Callable[[], None]] = []
@@ -105,17 +106,17 @@ class Workers:
             delay.start(call.loop)
         call.delay = delay.seconds
         if call.seconds is not None:
-            self._deadlines[call.seconds].watch(call)
+            self._deadlines(call.seconds).watch(call)
 
     def end(self, call: CodeCall) -> None:
         """Count a call that has a result, is lost, or was abandoned."""
         if call.seconds is not None:
-            self._deadlines[call.seconds].calls.pop(call, None)
+            self._deadlines(call.seconds).calls.pop(call, None)
         self.delay.calls -= 1
 
     def within(self, seconds: float | None) -> AbstractContextManager[Any]:
         """Return a context manager with a deadline; None is no deadline."""
-        return nullcontext() if seconds is None else self._deadlines[seconds].begin()
+        return nullcontext() if seconds is None else self._deadlines(seconds).begin()
 
     def close(self) -> None:
         """End the threads and close the hosts. Busy threads end after their call; hung threads end with the process."""
@@ -125,14 +126,6 @@ class Workers:
             host.close()
         self.threads.close()
         self.code_loops.close()
-
-
-class _ByLength(dict[float, Deadlines]):
-    """A cache of deadlines by their length; a spec has few."""
-
-    def __missing__(self, seconds: float) -> Deadlines:
-        deadlines = self[seconds] = Deadlines(seconds)
-        return deadlines
 
 
 class Threads:

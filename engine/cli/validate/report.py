@@ -94,22 +94,17 @@ def skipped_words(count: int) -> str:
 def _block(item: Diagnostic, excerpt: Excerpt | None) -> str:
     label = typer.style(f"{item.severity}[{one_line(item.rule)}]", fg=_COLORS[item.severity], bold=True)
     where = f"{first_in_line(str(item.origin))}: " if item.origin else ""
-    lines = [f"{where}{label} {one_line(item.message)}", *_excerpt(excerpt)]
+    lines = [f"{where}{label} {one_line(item.message)}"]
+    if excerpt is not None:  # the source line, with a caret under the position
+        line, column = excerpt.text, excerpt.column
+        before = one_line(line[: column - 1])
+        pad = "".join("\t" if char == "\t" else " " * _width(char) for char in before)
+        word = _WORD.match(line, column - 1)
+        carets = "^" * (sum(map(_width, one_line(word[0]))) if word else 1)
+        lines += [f"{excerpt.number:>6} | {one_line(line)}", f"       | {pad}{carets}"]
     if item.fix:
         lines.append(f"        fix: {one_line(item.fix)}")
     return "\n".join(lines)
-
-
-def _excerpt(excerpt: Excerpt | None) -> list[str]:
-    """The source line, with a caret under the position."""
-    if excerpt is None:
-        return []
-    line, column = excerpt.text, excerpt.column
-    before = one_line(line[: column - 1])
-    pad = "".join("\t" if char == "\t" else " " * _width(char) for char in before)
-    word = _WORD.match(line, column - 1)
-    carets = "^" * (sum(map(_width, one_line(word[0]))) if word else 1)
-    return [f"{excerpt.number:>6} | {one_line(line)}", f"       | {pad}{carets}"]
 
 
 def _width(char: str) -> int:

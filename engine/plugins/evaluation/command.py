@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -147,13 +148,14 @@ async def _evaluate(
 ) -> tuple[Run, Evaluation]:
     from engine.api.launch import Launch
     from engine.api.progress import ConsoleProgress
-    from engine.cli.exits import interrupted
-    from engine.cli.run import print_stopped, stoppable
+    from engine.cli.exits import interrupted, until_signal
+    from engine.cli.run import print_stopped
     from engine.plugins.evaluation.measures import evaluate as measure
 
     progress = ConsoleProgress(console, quiet=quiet)
     launch = Launch.of(spec, changes, limit=limit, out=out, evaluation=True, progress=progress)
-    run = await stoppable(launch, progress, keep_going=keep_going)
+    again = f"To finish it: engine run --resume {launch.store.folder}"
+    run = await until_signal(partial(launch.run, progress=progress, keep_going=keep_going), again)
     result = run.result
     assert result is not None
     for note in result.notes:
@@ -161,7 +163,7 @@ async def _evaluate(
     if result.stopped is not None:
         print_stopped(run)
     if result.interrupted:
-        console.print(f"Interrupted. To finish it: engine run --resume {run.folder}")
+        console.print(f"Interrupted. {again}")
         raise typer.Exit(interrupted())
     return run, measure(run.trajectories())
 
