@@ -14,7 +14,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import Any
 
 from engine.environments.tools.calculator import evaluate, show
 from engine.schemas.environment import EpisodeView, Reset, Step, Task
@@ -70,36 +70,31 @@ def _combine(given: list[int], rng: random.Random) -> tuple[str, Fraction]:
     return text[1:-1], value
 
 
-class Judged(NamedTuple):
-    """The verdict on one reply."""
+def judge(reply: str, numbers: list[int], target: int) -> tuple[bool, bool, str]:
+    """Judge the last expression in `<answer>` tags. `= 24` after it is ignored.
 
-    readable: bool
-    """An expression in tags that uses each number exactly once, and has a value."""
-    right: bool
-    words: str
-    """What is wrong with it; empty if it is right."""
-
-
-def judge(reply: str, numbers: list[int], target: int) -> Judged:
-    """Judge the last expression in `<answer>` tags. `= 24` after it is ignored."""
+    Returns:
+        Whether it can be read, uses each number exactly once, and has a value; whether it is right; and what is wrong
+        with it.
+    """
     answers = _ANSWER.findall(reply)
     if not answers:
-        return Judged(False, False, "There is no <answer>.")
+        return False, False, "There is no <answer>."
     text = answers[-1].strip().split("=")[0].strip()
     if not _EXPRESSION.fullmatch(text) or "**" in text or "//" in text:
-        return Judged(False, False, "Write one expression with numbers, + - * / and parentheses.")
+        return False, False, "Write one expression with numbers, + - * / and parentheses."
     used, given = Counter(int(part) for part in _NUMBER.findall(text)), Counter(numbers)
     if used != given:
         wrong = min((used - given) or (given - used))
         how = f"used {used[wrong]} times, and given {given[wrong]} times" if used[wrong] else "not used"
         if not given[wrong]:
             how = "not among the numbers"
-        return Judged(False, False, f"Use each number exactly once: {wrong} is {how}.")
+        return False, False, f"Use each number exactly once: {wrong} is {how}."
     try:
         value = evaluate(text)
     except ValueError as problem:
-        return Judged(False, False, str(problem))
-    return Judged(True, value == target, "" if value == target else f"{text} = {show(value)}, not {target}.")
+        return False, False, str(problem)
+    return True, value == target, "" if value == target else f"{text} = {show(value)}, not {target}."
 
 
 class Countdown:
@@ -129,17 +124,17 @@ class Countdown:
 
     def step(self, view: EpisodeView) -> Step:
         """`done` after the right expression or the last try; otherwise `retry`, with what is wrong."""
-        judged = judge(view.reply, *_fields(view.task))
+        readable, right, words = judge(view.reply, *_fields(view.task))
         tries = int(view.facts["tries"]) + 1
         rewards = []
-        if judged.readable and not view.facts["in_form"]:
+        if readable and not view.facts["in_form"]:
             rewards.append(RewardEvent(name="form", value=self._form, cause="an expression with the given numbers"))
-        if judged.right:
+        if right:
             rewards.append(RewardEvent(name="correct", value=self._correct, cause=f"right at try {tries}"))
-        facts = {"tries": tries, "in_form": judged.readable or bool(view.facts["in_form"]), "solved": judged.right}
-        if judged.right or tries >= self._tries:
+        facts = {"tries": tries, "in_form": readable or bool(view.facts["in_form"]), "solved": right}
+        if right or tries >= self._tries:
             return Step(event="done", rewards=rewards, facts=facts)
-        again = Message(role="user", content=f"{judged.words} Try again.")
+        again = Message(role="user", content=f"{words} Try again.")
         return Step(event="retry", messages=[again], rewards=rewards, facts=facts)
 
 

@@ -257,20 +257,24 @@ def adapter(type_: type[T]) -> TypeAdapter[T]:
     return built
 
 
-_SECONDS = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*(ms|s|m|h)\s*$")
 _UNIT = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+_BYTES = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
-def parse_seconds(value: Any) -> Any:
-    """Convert `"500ms"`, `"5s"`, `"2m"`, `"1h"` or a plain number of seconds to seconds."""
+def _quantity(value: Any, kind: type[float], units: Mapping[str, float], what: str) -> Any:
+    """Convert a number with one of the units, as `"1.5 GiB"`; what is no text stays as it is."""
     if isinstance(value, str):
-        match = _SECONDS.match(value)
+        match = re.match(rf"^\s*(\d+(?:\.\d+)?)\s*({'|'.join(units)})\s*$", value)
         if match is None:
-            raise ValueError(f"{value!r} is not a duration; write 500ms, 5s, 2m, 1h or seconds")
-        return float(match.group(1)) * _UNIT[match.group(2)]
+            raise ValueError(f"{value!r} is not {what}")
+        return kind(float(match[1]) * units[match[2]])
     return value
 
 
+parse_seconds = partial(_quantity, kind=float, units=_UNIT, what="a duration; write 500ms, 5s, 2m, 1h or seconds")
+"""Convert `"500ms"`, `"5s"`, `"2m"`, `"1h"` or a plain number of seconds to seconds."""
+parse_bytes = partial(_quantity, kind=int, units=_BYTES, what="a size; write 64kB, 512MB, 1GB, 1GiB or bytes")
+"""Convert `"64kB"`, `"512MB"`, `"1.5GiB"` or a plain number of bytes to bytes."""
 Seconds = Annotated[
     float,
     BeforeValidator(parse_seconds),
@@ -286,20 +290,6 @@ Seconds = Annotated[
     ),
 ]
 """A duration in seconds; `5s`, `500ms`, `2m` and `1h` are accepted too."""
-
-
-_SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*(B|kB|MB|GB|KiB|MiB|GiB)\s*$")
-_BYTES = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
-
-
-def parse_bytes(value: Any) -> Any:
-    """Convert `"64kB"`, `"512MB"`, `"1.5GiB"` or a plain number of bytes to bytes."""
-    if isinstance(value, str):
-        match = _SIZE.match(value)
-        if match is None:
-            raise ValueError(f"{value!r} is not a size; write 64kB, 512MB, 1GB, 1GiB or bytes")
-        return int(float(match.group(1)) * _BYTES[match.group(2)])
-    return value
 
 
 Bytes = Annotated[

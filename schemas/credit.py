@@ -8,12 +8,11 @@ and ask for no `method`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, TypeAdapter, model_validator
+from pydantic import Field, model_validator
 
-from engine.schemas.base import Contract
+from engine.schemas.base import Contract, adapter
 from engine.schemas.reward import RewardChange
 from engine.schemas.role import ScorerSpec
 from engine.schemas.sections import OneOf
@@ -174,11 +173,6 @@ CreditSpec = Annotated[CreditMethod, CREDITS]
 """How turn rewards become advantages; `method` selects the method."""
 
 
-@cache
-def _adapter() -> TypeAdapter[CreditSpec]:
-    return TypeAdapter(CreditSpec)  # made when it is first used: plugins import this module
-
-
 default_credit = TurnReturnCredit
 """Makes the method of a spec that names none."""
 
@@ -189,7 +183,8 @@ def read_credit(data: Any) -> CreditSpec:
     Raises:
         ValidationError: there is no such method, or it has no such key.
     """
-    return _adapter().validate_python(data) if data else default_credit()
+    annotation: Any = CreditSpec
+    return adapter(annotation).validate_python(data) if data else default_credit()
 
 
 class ReassignRule(RewardChange):

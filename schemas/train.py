@@ -36,16 +36,6 @@ CORE_KINDS: dict[str, TrainKind] = {
 """The kinds of the core, by the name in `train.kind`."""
 
 
-def train_kind(name: str) -> TrainKind:
-    """What holds for a kind. Raises: ValueError: its plugin cannot be used."""
-    kinds: dict[str, TrainKind] = (
-        CORE_KINDS if name in CORE_KINDS else plugin.loaded("train_kinds", CORE_KINDS, of=TrainKind)
-    )
-    if name not in kinds:
-        raise ValueError(f"`train.kind: {name}` cannot be used; {plugin.missing('train_kinds', name)}")
-    return kinds[name]
-
-
 class CriticBase(Contract):
     """Base class of the critics."""
 
@@ -343,7 +333,10 @@ class TrainSpec(SectionOwner):
     @property
     def facts(self) -> TrainKind:
         """What holds for this kind of training. Raises: ValueError: its plugin cannot be used."""
-        return train_kind(self.kind)
+        facts = CORE_KINDS.get(self.kind) or plugin.loaded("train_kinds", CORE_KINDS, of=TrainKind).get(self.kind)
+        if facts is None:
+            raise ValueError(f"`train.kind: {self.kind}` cannot be used; {plugin.missing('train_kinds', self.kind)}")
+        return facts
 
     @property
     def samples_episodes(self) -> bool:

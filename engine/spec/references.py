@@ -16,10 +16,9 @@ import hashlib
 import json
 import os
 import re
-import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from engine.errors import StoreError
@@ -80,11 +79,6 @@ def digest(value: str, salt: str) -> str:
     return hashlib.scrypt(
         value.encode(errors="surrogatepass"), salt=bytes.fromhex(salt), n=2**14, r=8, p=1, dklen=4
     ).hex()
-
-
-def new_salt() -> str:
-    """A salt, in hex."""
-    return secrets.token_hex(16)
 
 
 def with_references(document: Any, references: Sequence[Reference]) -> Any:
@@ -179,10 +173,7 @@ def masked(item: Diagnostic, variables: Mapping[str, str]) -> Diagnostic:
     """A diagnostic without the values of these variables; itself where it has none."""
     origin = item.origin
     here = {name for name in variables if origin is not None and f"${{{name}}}" in origin.via}
-
-    def hide(text: str) -> str:
-        return mask(text, variables, here)
-
+    hide = partial(mask, variables=variables, here=here)
     place = origin and Origin(mask(origin.file, variables), origin.line, origin.column, hide(origin.via))
     path = tuple(hide(key) if isinstance(key, str) else key for key in item.path)
     fix = None if item.fix is None else hide(item.fix)

@@ -56,7 +56,16 @@ def fill_spans(template: str, fields: Mapping[str, Any]) -> tuple[str, list[tupl
     spans: list[tuple[int, int]] = []
     length = at = 0
     for match in _FIELD.finditer(template, 0, _end(template)):
-        value = _value(match, fields)
+        value: Any = match[0][1:]
+        if not match[1]:
+            name = match[2].strip()
+            there, value = find(name, fields)
+            if not there:
+                hint = near_or_known(name, [str(field) for field in fields], what="fields")
+                message = f"the template names `{{{{{name}}}}}`, which is no field here; {hint}"
+                raise EngineError(message, kind="template_error", blame="spec")
+            if not isinstance(value, str):
+                value = json.dumps(value, ensure_ascii=False, default=str)
         for piece, of_template in ((template[at : match.start()], True), (value, bool(match[1]))):
             if of_template and piece:
                 spans.append((length, length + len(piece)))
@@ -131,15 +140,3 @@ def located(message: Message, folders: Sequence[Path]) -> Message:
 def is_reference(image: str) -> bool:
     """Whether an image is named by a digest or a URI, and not by a path."""
     return image.startswith(_REFERENCES)
-
-
-def _value(match: re.Match[str], fields: Mapping[str, Any]) -> str:
-    if match[1]:
-        return match[0][1:]
-    name = match[2].strip()
-    there, value = find(name, fields)
-    if not there:
-        hint = near_or_known(name, [str(field) for field in fields], what="fields")
-        message = f"the template names `{{{{{name}}}}}`, which is no field here; {hint}"
-        raise EngineError(message, kind="template_error", blame="spec")
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)

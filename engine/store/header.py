@@ -32,7 +32,6 @@ from engine.spec.references import (
     digests,
     filled,
     kept_by_reference,
-    new_salt,
     value_at,
     with_references,
 )
@@ -139,7 +138,7 @@ class RunHeader(Contract):
             for path, text in loaded.references.items()
             if kept_by_reference(path, text)
         ]
-        salt = new_salt() if references else ""
+        salt = secrets.token_hex(16) if references else ""
         absolute = {file: str(Path(file).absolute()) for file in loaded.sources}
         return cls(
             run_id=run_id or new_run_id(spec.name, now),

@@ -32,7 +32,7 @@ from engine.spec.text.diagnostic import DataPath
 from engine.spec.text.near import near_or_known
 from engine.validate.code.code_facts import CodeFacts, ImportedCode, ReadCode, read_code
 from engine.validate.code.source import NotImported, Sources
-from engine.validate.explore import Chart, Cycles, Edge, Graph, cycles_of, explore
+from engine.validate.explore import Chart, Cycle, Edge, Graph, cycles_of, explore
 from engine.validate.logic import ALWAYS as ALWAYS_TRUE
 from engine.validate.logic import UNKNOWN, Formula, Ranges, formula
 from engine.validate.registry import Finding
@@ -408,8 +408,8 @@ class CheckContext:
         )
 
     @cached_property
-    def cycles(self) -> Cycles:
-        """Cycles that nothing bounds."""
+    def cycles(self) -> tuple[list[Cycle], bool]:
+        """Cycles that nothing bounds, and whether all were found."""
         return cycles_of(self.graph, Work(MAX_WORK))
 
     @cached_property

@@ -240,7 +240,18 @@ class _Examiner:
             return static
         child = _child(self.options, CODE_MEMORY)
         try:
-            return _both(static, unpack(str(path), child.ask(request, max(ends - time.monotonic(), 0.1))))
+            imported = unpack(str(path), child.ask(request, max(ends - time.monotonic(), 0.1)))
+            seen = {(item.rule, item.origin, item.path) for item in imported.diagnostics}
+            extra = [
+                (item, excerpt)
+                for item, excerpt in zip(static.diagnostics, static.excerpts, strict=True)
+                if item.severity == "error"
+                and (item.rule, item.origin, item.path) not in seen
+                and item.rule != "budget.exceeded"
+            ]
+            pairs = [*zip(imported.diagnostics, imported.excerpts, strict=True), *extra]
+            pairs.sort(key=lambda pair: pair[0].place)
+            return replace(imported, diagnostics=[item for item, _ in pairs], excerpts=[each for _, each in pairs])
         except (ChildError, ValueError) as error:
             failed = _failed(
                 path,
@@ -284,17 +295,3 @@ def _child(options: Options, memory: int) -> Child:
 
 def _failed(path: Path, rule: str, message: str, fix: str) -> Report:
     return Report(str(path), [Diagnostic(rule, "error", message, fix, Origin(str(path), 1, 1))], excerpts=[None])
-
-
-def _both(static: Report, imported: Report) -> Report:
-    """The findings with code merged with those without it."""
-    seen = {(item.rule, item.origin, item.path) for item in imported.diagnostics}
-    extra = [
-        (item, excerpt)
-        for item, excerpt in zip(static.diagnostics, static.excerpts, strict=True)
-        if item.severity == "error"
-        and (item.rule, item.origin, item.path) not in seen
-        and item.rule != "budget.exceeded"
-    ]
-    pairs = sorted([*zip(imported.diagnostics, imported.excerpts, strict=True), *extra], key=lambda pair: pair[0].place)
-    return replace(imported, diagnostics=[item for item, _ in pairs], excerpts=[excerpt for _, excerpt in pairs])

@@ -403,15 +403,9 @@ class Cycle(NamedTuple):
         return " ".join(shown) + f" `{first}`"
 
 
-class Cycles(NamedTuple):
-    """The cycles, and whether all were found."""
-
-    found: list[Cycle]
-    complete: bool
-
-
-def cycles_of(graph: Graph, work: Work | None = None) -> Cycles:
-    """Return the shortest cycle through each step that lies on one; each set of states once."""
+def cycles_of(graph: Graph, work: Work | None = None) -> tuple[list[Cycle], bool]:
+    """Return the shortest cycle through each step that lies on one, each set of states once; and whether all were
+    found."""
     work = work or Work()
     component, _ = graph.components
     first: dict[tuple[str, bool, str, str, tuple[int, ...]], tuple[Place, WalkStep]] = {}
@@ -427,7 +421,7 @@ def cycles_of(graph: Graph, work: Work | None = None) -> Cycles:
             cycles.setdefault((frozenset(state for state, _ in cycle.steps), cycle.late), []).append(cycle)
     except WorkLimitError:
         complete = False
-    return Cycles([_merged(cycles_there) for cycles_there in cycles.values()], complete)
+    return [_merged(cycles_there) for cycles_there in cycles.values()], complete
 
 
 def _merged(alike: list[Cycle]) -> Cycle:

@@ -170,7 +170,17 @@ def fact_may_miss(ctx: CheckContext) -> Iterator[Finding]:
             ctx.work.spend(len(ctx.live))
             if fact not in names.texts or fact in names_of_plugins(ctx):
                 continue  # `guard.unknown-fact` reports the first
-            if state in _unset(ctx, fact) and not _sets(ctx, state, event, fact):
+            unset = closure(  # the states that an episode without failures may enter before the fact is set
+                [ctx.machine.initial],
+                (
+                    (edge.source, edge.dest)
+                    for edge in ctx.live
+                    if edge.trigger not in ALWAYS
+                    and f"has(facts.{fact})" not in (edge.conditions or "").replace(" ", "")
+                    and not _sets(ctx, edge.source, edge.trigger, fact)
+                ),
+            )
+            if state in unset and not _sets(ctx, state, event, fact):
                 after = f"after `{event}` in" if event else "in"
                 yield Finding(
                     f"`facts.{fact}` may not be set {after} {state}: an episode that comes there without it fails",
@@ -196,20 +206,6 @@ def _guards(ctx: CheckContext) -> Iterator[tuple[DataPath, str, str | None, str]
     for index, item in enumerate(ctx.spec.rewards.reassign):
         if item.when is not None and item.at in ctx.states:
             yield ("rewards", "reassign", index, "when"), item.at, None, item.when
-
-
-def _unset(ctx: CheckContext, fact: str) -> frozenset[str]:
-    """The states that an episode without failures may enter before the fact is set."""
-    return closure(
-        [ctx.machine.initial],
-        (
-            (edge.source, edge.dest)
-            for edge in ctx.live
-            if edge.trigger not in ALWAYS
-            and f"has(facts.{fact})" not in (edge.conditions or "").replace(" ", "")
-            and not _sets(ctx, edge.source, edge.trigger, fact)
-        ),
-    )
 
 
 def _sets(ctx: CheckContext, state: str, event: str | None, fact: str) -> bool:

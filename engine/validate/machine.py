@@ -269,7 +269,7 @@ def rule_at_unknown_state(ctx: CheckContext) -> Iterator[Finding]:
 
 def _cycles(ctx: CheckContext) -> list[Cycle]:
     """Cycles from which a final state can be reached; `machine.done-unreachable` reports the others."""
-    return [cycle for cycle in ctx.cycles.found if any(state in ctx.ending for state, _ in cycle.steps)]
+    return [cycle for cycle in ctx.cycles[0] if any(state in ctx.ending for state, _ in cycle.steps)]
 
 
 def _where(ctx: CheckContext, cycle: Cycle) -> DataPath:
@@ -308,7 +308,7 @@ def unbounded_cycle(ctx: CheckContext) -> Iterator[Finding]:
         if cycle.late or not ctx.graph.chart.timed:
             when = " even after the time limit" if cycle.late else ""
             yield Finding(f"{cycle} can loop for ever{when}: no limit bounds it", _where(ctx, cycle), _fix(cycle))
-    if not ctx.cycles.complete:
+    if not ctx.cycles[1]:
         raise WorkLimitError
 
 
@@ -389,19 +389,16 @@ def _pairs(ctx: CheckContext) -> dict[int, list[_Pair]]:
     for edge in ctx.machine.transitions:
         group = groups.setdefault((edge.source, edge.trigger), [])
         if edge.index is not None:
-            pairs.setdefault(edge.index, []).append((edge, _settling(ctx, edge, group)))
+            settling = None
+            for before in group:
+                ctx.work.spend(3)
+                always = before.conditions is None or _implies(ctx, _guard(ctx, edge), _guard(ctx, before))
+                if always or _same(edge, before):
+                    settling = before
+                    break
+            pairs.setdefault(edge.index, []).append((edge, settling))
         group.append(edge)
     return pairs
-
-
-def _settling(
-    ctx: CheckContext, edge: ResolvedTransition, group: list[ResolvedTransition]
-) -> ResolvedTransition | None:
-    for before in group:
-        ctx.work.spend(3)
-        if _same(edge, before) or before.conditions is None or _implies(ctx, _guard(ctx, edge), _guard(ctx, before)):
-            return before
-    return None
 
 
 def _implies(ctx: CheckContext, first: Formula, second: Formula) -> bool:

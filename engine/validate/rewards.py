@@ -439,7 +439,18 @@ def outcome_drops(ctx: CheckContext) -> Iterator[Finding]:
     counted = ctx.spec.rewards.credit.last_turn_names
     if counted is None:
         return
-    left_out = [name for name in dict.fromkeys(_last_turn_rewards(ctx)) if name not in counted]
+    rewards, train = ctx.spec.rewards, ctx.spec.train
+    written = [rewards.scorer.name] if rewards.scorer is not None and rewards.scorer.model_played else []
+    if train is not None and isinstance(train.overlong, OverlongPenalty):
+        written.append(OVERLONG_PENALTY)
+    written += [
+        item.name or REWARD
+        for item in rewards.reassign
+        if item.op != "transfer" and (item.turn in ("last", "all", "each") or isinstance(item.turn, TurnChoice))
+    ]
+    written += [mark.reward for _, user in ctx.users for mark in user.marks if mark.reward is not None]
+    written += [event.name or REWARD for _, event in _mark_events(ctx) if event.op != "transfer"]
+    left_out = [name for name in dict.fromkeys(written) if name not in counted]
     if left_out:
         names = " and ".join(f"`{name}`" for name in left_out)
         verb = "reaches" if len(left_out) == 1 else "reach"
@@ -449,23 +460,6 @@ def outcome_drops(ctx: CheckContext) -> Iterator[Finding]:
             ("rewards", "credit", "outcome"),
             "add it to `outcome`, or remove `outcome`: then all rewards of the last turn count",
         )
-
-
-def _last_turn_rewards(ctx: CheckContext) -> Iterator[str]:
-    """Names of rewards that the spec itself says are written, and that the last turn may get."""
-    rewards = ctx.spec.rewards
-    if rewards.scorer is not None and rewards.scorer.model_played:
-        yield rewards.scorer.name
-    if ctx.spec.train is not None and isinstance(ctx.spec.train.overlong, OverlongPenalty):
-        yield OVERLONG_PENALTY
-    for item in rewards.reassign:
-        if item.op != "transfer" and (item.turn in ("last", "all", "each") or isinstance(item.turn, TurnChoice)):
-            yield item.name or REWARD
-    for _, user in ctx.users:
-        yield from (mark.reward for mark in user.marks if mark.reward is not None)
-    for _, event in _mark_events(ctx):
-        if event.op != "transfer":
-            yield event.name or REWARD
 
 
 def _mark_events(ctx: CheckContext) -> list[tuple[DataPath, RewardEvent]]:

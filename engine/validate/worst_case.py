@@ -222,31 +222,26 @@ def _seconds(ctx: CheckContext) -> Bound:
 OVER_BUDGET = "budget.exceeded"
 
 
-class InvalidBudgetError(EngineError):
-    """A budget that is not valid."""
-
-    kind = "budget_error"
-    blame = "spec"
-
-
 def read_budget(given: Mapping[str, float] | Sequence[str]) -> dict[str, float]:
     """Read `{"tokens": 1e9}` or `["tokens=1e9", "seconds=3600"]`: the maximum by name.
 
     Raises:
-        InvalidBudgetError: a name does not exist, or a value is not a number.
+        EngineError: a name does not exist, or a value is not a number (kind `budget_error`).
     """
     budget: dict[str, float] = {}
     for item in given if not isinstance(given, Mapping) else [f"{name}={most}" for name, most in given.items()]:
         name, _, value = item.partition("=")
         name = name.strip()
         if name not in COSTS:
-            raise InvalidBudgetError(f"there is no budget `{name}`; {near_or_known(name, list(COSTS), what='budgets')}")
+            words = f"there is no budget `{name}`; {near_or_known(name, list(COSTS), what='budgets')}"
+            raise EngineError(words, kind="budget_error", blame="spec")
         try:
             most = float(value.replace("_", ""))
         except ValueError:
             most = -1.0
         if not most >= 0:
-            raise InvalidBudgetError(f"`{item}` is not a valid budget; write `{name}=1e9`")
+            words = f"`{item}` is not a valid budget; write `{name}=1e9`"
+            raise EngineError(words, kind="budget_error", blame="spec")
         budget[name] = most
     return budget
 

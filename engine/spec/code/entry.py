@@ -267,7 +267,8 @@ class ModuleFiles:
             spec, by_path = self._spec_of(name, path)
             if spec is None:
                 raise EntryError(_no_module(name, use, self._search, path))
-            path = _places(spec)
+            places: Any = spec.submodule_search_locations  # None for a module
+            path = None if places is None else list(getattr(places, "_path", places))  # else its parent would be asked
         if spec is None:
             return None
         origin = spec.origin if spec.has_location else getattr(spec.loader_state, "filename", None)
@@ -306,12 +307,6 @@ class ModuleFiles:
             if spec is not None:
                 return spec, by_path
         return None, True
-
-
-def _places(spec: ModuleSpec) -> list[str] | None:
-    """Where a package's modules are; None for a module. A namespace's own list would be looked up by its parent."""
-    places: Any = spec.submodule_search_locations
-    return None if places is None else list(getattr(places, "_path", places))
 
 
 def has_submodule(folder: Path, name: str) -> bool:

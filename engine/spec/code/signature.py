@@ -256,11 +256,4 @@ def reply_of(value: Any) -> ToolReply:
     if isinstance(value, str) or (isinstance(value, list) and value and isinstance(value[0], BaseModel)):
         return ToolReply(content=value)
     options = orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
-    return ToolReply(content=orjson.dumps(value, default=_fields_of, option=options).decode())
-
-
-def _fields_of(value: Any) -> dict[str, Any]:
-    """The fields of a msgspec struct, for orjson, which knows only dataclasses."""
-    if isinstance(value, msgspec.Struct):
-        return msgspec.structs.asdict(value)
-    raise TypeError(f"Type is not JSON serializable: {type(value).__name__}")
+    return ToolReply(content=orjson.dumps(value, default=msgspec.structs.asdict, option=options).decode())

@@ -168,7 +168,12 @@ class Draws:
             block += 1
         first = self._before(block)
         if block != self._block:
-            self._block, self._order = block, self._draws(block)
+            draws = [
+                ((draw + self._phases[source]) / weight, source, draw)
+                for source, weight in enumerate(self._weights)
+                for draw in range(self._start(source, block), self._start(source, block + 1))
+            ]
+            self._block, self._order = block, [(source, draw) for _, source, draw in sorted(draws)]
         return self._order[number - first]
 
     def _start(self, source: int, block: int) -> int:
@@ -177,11 +182,3 @@ class Draws:
 
     def _before(self, block: int) -> int:
         return sum(self._start(source, block) for source in range(len(self._weights)))
-
-    def _draws(self, block: int) -> list[tuple[int, int]]:
-        draws = [
-            ((draw + self._phases[source]) / weight, source, draw)
-            for source, weight in enumerate(self._weights)
-            for draw in range(self._start(source, block), self._start(source, block + 1))
-        ]
-        return [(source, draw) for _, source, draw in sorted(draws)]

@@ -141,21 +141,17 @@ def plain(value: Any) -> Any:
     if isinstance(value, list):
         return [plain(item) for item in value]
     if isinstance(value, dict):
-        if value.keys() == _STRUCT:
-            return _image(value)
+        data = value["bytes"] if value.keys() == _STRUCT else value
+        if isinstance(data, bytes) and data:
+            return _reference(data)
+        if data is None or data == b"":
+            return value["path"]
         return {key: plain(item) for key, item in value.items()}
     if isinstance(value, date | time | timedelta | Decimal):
         return to_jsonable_python(value)
     if isinstance(value, bytes) or (callable(getattr(value, "save", None)) and hasattr(value, "convert")):
         return _reference(value)
     return value
-
-
-def _image(struct: Mapping[str, Any]) -> Any:
-    data = struct["bytes"]
-    if isinstance(data, bytes) and data:
-        return _reference(data)
-    return struct["path"] if data is None or data == b"" else {key: plain(item) for key, item in struct.items()}
 
 
 def _reference(image: Any) -> Any:

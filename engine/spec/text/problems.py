@@ -225,7 +225,8 @@ def _expected(fault: _Fault) -> str:
     context = fault.context
     if fault.kind in _BOUNDS:
         name, words = _BOUNDS[fault.kind]
-        return f"{words} {_number(context[name])}"
+        bound = context[name]
+        return f"{words} {int(bound) if isinstance(bound, float) and bound.is_integer() else bound}"
     if fault.kind == "literal_error":
         options = literals(fault.spot.wanted)
         return options[0] if len(options) == 1 else f"one of {', '.join(options) or 'no names'}"
@@ -295,10 +296,6 @@ def _type_fixes(fault: _Fault, value: Any, key: str) -> Iterator[str | None]:
 def _nearest(value: str, options: list[str]) -> str | None:
     near = nearest_name(value, options, cutoff=0.5)
     return f"did you mean `{near}`?" if near else None
-
-
-def _number(value: Any) -> str:
-    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
 
 
 def _show(value: Any) -> str:

@@ -44,12 +44,8 @@ def read_scalar(text: str) -> ScalarValue:
         return None
     if text in _BOOLS:
         return _BOOLS[text]
-    if text[0] in _FIRST and len(text) <= MAX_DIGITS:
-        return _read_number(text)
-    return text
-
-
-def _read_number(text: str) -> ScalarValue:
+    if text[0] not in _FIRST or len(text) > MAX_DIGITS:
+        return text
     if _INT.fullmatch(text):
         return int(text)
     if _OCTAL.fullmatch(text):
@@ -198,7 +194,18 @@ class _Builder:
         """A node with all below it, and its height in levels."""
         origin = self._place(event.start_mark)
         if isinstance(event, yaml.AliasEvent):
-            return self._alias(str(event.anchor), origin)
+            name = str(event.anchor)
+            anchored = self._anchors.get(name)
+            if anchored is None:
+                inside = name in self._open
+                words = "stands inside what it names" if inside else "names nothing above it"
+                fix = "write the value out" if inside else f"mark a value with `&{name}` first"
+                self.problem("yaml.alias", f"the alias `*{name}` {words}", fix, origin)
+                anchored = Scalar(None, origin, ""), 1, 0
+            named, size, height = anchored
+            self._count(size, origin)
+            self._check_depth(height, origin)
+            return named, height
         before = self._nodes
         if isinstance(event, yaml.ScalarEvent):
             self._count(1, origin)
@@ -235,19 +242,6 @@ class _Builder:
                 node.entries[key] = value
         self._open.pop()
         return node, max(heights) + 1
-
-    def _alias(self, name: str, origin: Origin) -> tuple[Node, int]:
-        anchored = self._anchors.get(name)
-        if anchored is None:
-            inside = name in self._open
-            words = "stands inside what it names" if inside else "names nothing above it"
-            fix = "write the value out" if inside else f"mark a value with `&{name}` first"
-            self.problem("yaml.alias", f"the alias `*{name}` {words}", fix, origin)
-            anchored = Scalar(None, origin, ""), 1, 0
-        node, size, height = anchored
-        self._count(size, origin)
-        self._check_depth(height, origin)
-        return node, height
 
     def _check_depth(self, levels: int, origin: Origin) -> None:
         if len(self._open) + levels > MAX_DEPTH:

@@ -7,7 +7,7 @@ type variables, classes of the spec's own, `Any` and whatever converts its argum
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from engine.schemas.base import Struct
@@ -83,7 +83,7 @@ def heads(annotation: ast.expr, scope: Scope, steps: int = 0) -> list[Head] | No
         )
     if isinstance(definition, Definition) and isinstance(definition.node, ast.ClassDef):
         return [Head(name=definition.name, arguments=arguments, scope=scope, definition=definition)]
-    if not isinstance(definition, External):
+    if not isinstance(definition, External) or definition.is_module:
         return None
     module, _, name = definition.name.rpartition(".")
     if module not in ("builtins", "typing", "typing_extensions", "collections.abc"):
@@ -138,7 +138,7 @@ def _head_excludes(head: Head, value: Any, steps: int) -> bool:
     accepts = _VALUES.get(head.name)
     if accepts is None:
         return False
-    if not accepts(value):
+    if not isinstance(value, accepts) or (head.name == "bool" and value not in (0, 1)):
         return True
     inside = head.arguments
     if head.name == "tuple" and isinstance(value, list) and inside:
@@ -155,29 +155,25 @@ def _head_excludes(head: Head, value: Any, steps: int) -> bool:
     return False
 
 
-def _is(*kinds: type) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, kinds)
-
-
-_VALUES: Mapping[str, Callable[[Any], bool]] = {
-    "int": _is(int),
-    "float": _is(int, float),
-    "complex": _is(int, float),
-    "bool": lambda value: isinstance(value, bool) or (isinstance(value, int) and value in (0, 1)),
-    "str": _is(str),
-    "None": lambda value: value is None,
-    "NoneType": lambda value: value is None,
-    "list": _is(list),
-    "tuple": _is(list),
-    "set": _is(list),
-    "frozenset": _is(list),
-    "dict": _is(Mapping),
-    "Sequence": _is(list, str),
-    "Collection": _is(list, str, Mapping),
-    "Iterable": _is(list, str, Mapping),
-    "Callable": _is(),
+_VALUES: Mapping[str, tuple[type, ...]] = {
+    "int": (int,),
+    "float": (int, float),
+    "complex": (int, float),
+    "bool": (int,),
+    "str": (str,),
+    "None": (type(None),),
+    "NoneType": (type(None),),
+    "list": (list,),
+    "tuple": (list,),
+    "set": (list,),
+    "frozenset": (list,),
+    "dict": (Mapping,),
+    "Sequence": (list, str),
+    "Collection": (list, str, Mapping),
+    "Iterable": (list, str, Mapping),
+    "Callable": (),
 }
-"""What YAML writes for each type. A type that is not here accepts anything."""
+"""What YAML writes for each type; of integers, a boolean is 0 or 1. A type that is not here accepts anything."""
 
 
 # ---- results

@@ -78,16 +78,12 @@ class Definition(Struct, frozen=True, kw_only=True, eq=False):
         return f"{self.module.name}.{self.node.name}"
 
 
-class ModuleName(Struct, frozen=True, kw_only=True):
-    """A module that a name refers to."""
-
-    name: str
-
-
 class External(Struct, frozen=True, kw_only=True):
-    """Something that is not read, such as a class of the standard library: `typing.Sequence`."""
+    """Something of which only the name is known, such as a class of the standard library: `typing.Sequence`."""
 
     name: str
+    is_module: bool = False
+    """A module, which is read when something of it is named."""
 
 
 class Alias(Struct, frozen=True, kw_only=True, eq=False):
@@ -97,7 +93,7 @@ class Alias(Struct, frozen=True, kw_only=True, eq=False):
     module: Module
 
 
-Found = Definition | ModuleName | External | Alias | None
+Found = Definition | External | Alias | None
 
 
 class NotImported(EntryError):
@@ -173,9 +169,9 @@ class Sources:
             return None if expression.id in hidden else self._named(module, expression.id, steps)
         if isinstance(expression, ast.Attribute):
             owner = self.resolve(expression.value, module, hidden, steps + 1)
-            if isinstance(owner, ModuleName):
-                return self._member(owner.name, expression.attr, steps + 1)
             if isinstance(owner, External):
+                if owner.is_module:
+                    return self._member(owner.name, expression.attr, steps + 1)
                 return External(name=f"{owner.name}.{expression.attr}")
             if isinstance(owner, Definition) and isinstance(owner.node, ast.ClassDef):
                 return inside(owner, expression.attr)
@@ -198,7 +194,7 @@ class Sources:
             return None if source is None else self._member(source, origin, steps + 1)
         if isinstance(statement, ast.Import):
             item = next(item for item in statement.names if (item.asname or item.name.partition(".")[0]) == name)
-            return ModuleName(name=item.name if item.asname else name)
+            return External(name=item.name if item.asname else name, is_module=True)
         return self._alias(statement, module, steps)
 
     def _alias(self, statement: ast.stmt, module: Module, steps: int) -> Found:
@@ -217,15 +213,13 @@ class Sources:
 
     def _member(self, name: str, attribute: str, steps: int) -> Found:
         """What `name.attribute` is, of the module `name`."""
-        if name.partition(".")[0] in sys.stdlib_module_names or name.startswith("typing_extensions"):
-            return External(name=f"{name}.{attribute}")
-        module = self.module(name)
-        if module is None:
+        known = name.partition(".")[0] in sys.stdlib_module_names or name.startswith("typing_extensions")
+        if known or (module := self.module(name)) is None:
             return External(name=f"{name}.{attribute}")
         if attribute in module.names:
             return self._named(module, attribute, steps)
         if module.is_package and has_submodule(module.file.parent, attribute):
-            return ModuleName(name=f"{name}.{attribute}")
+            return External(name=f"{name}.{attribute}", is_module=True)
         return None
 
     def module(self, name: str) -> Module | None:
@@ -471,20 +465,21 @@ def member(definition: Definition, name: str, sources: Sources) -> Definition | 
         if name in bound_names(item.node.body):
             method = inside(item, name)
             is_protocol = any(last_name(base) == "Protocol" for base in item.node.bases)
-            if is_protocol and method is not None and all(map(_is_no_code, method.node.body)):
-                continue  # it is only declared
+            if (
+                is_protocol
+                and method is not None
+                and all(
+                    isinstance(statement, ast.Pass)
+                    or (isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant))
+                    for statement in method.node.body
+                )
+            ):
+                continue  # it is only declared: `pass`, `...` or a docstring
             certain = family.complete or item.node is definition.node
             if method is None or not certain or isinstance(method.node, ast.ClassDef):
                 return "unknown"
             return method
     return "missing" if family.complete else "unknown"
-
-
-def _is_no_code(statement: ast.stmt) -> bool:
-    """Whether a statement is `pass`, `...` or a docstring."""
-    return isinstance(statement, ast.Pass) or (
-        isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
-    )
 
 
 # ---- what a definition says

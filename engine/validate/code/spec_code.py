@@ -48,8 +48,11 @@ def entry_imports(ctx: CheckContext) -> Iterator[Finding]:
                 ctx.skip()
         elif isinstance(thing, EntryError):
             message, _, fix = str(thing).partition("; ")
-            short = None if ":" in use else _short_names(ctx, path, use)
-            yield Finding(message, path, short or fix or None)
+            if ":" not in use:  # the nearest name that an installed package offers
+                kind = next((item.role for item in ctx.spec_code if (*item.path, "use") == path), "")
+                if names := [*names_of(kind), *(SCORERS if kind == "scorer" else ())]:
+                    fix = f"{near_or_known(use, names)}; or write `package.module:Name`"
+            yield Finding(message, path, fix or None)
 
 
 @rule("code.given", "error", "an object that a program gave cannot be used where the spec runs it")
@@ -85,13 +88,6 @@ def _named(ctx: CheckContext) -> list[tuple[DataPath, str]]:
     if ":" in ctx.spec.model.tool_calls:
         named.append((("model", "tool_calls"), ctx.spec.model.tool_calls))
     return named + [(call.path, call.use) for call in called(ctx)]
-
-
-def _short_names(ctx: CheckContext, path: DataPath, use: str) -> str | None:
-    """The fix of a name without a colon: the nearest that an installed package offers. None: none offers any."""
-    kind = next((item.role for item in ctx.spec_code if (*item.path, "use") == path), "")
-    names = [*names_of(kind), *(SCORERS if kind == "scorer" else ())]
-    return f"{near_or_known(use, names)}; or write `package.module:Name`" if names else None
 
 
 @rule(

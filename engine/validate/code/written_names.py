@@ -9,8 +9,8 @@ does not occur is written by nobody, unless the text computes names: `RewardEven
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Iterator, Mapping
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 from engine.actions.facts import ACTIONS
@@ -56,20 +56,27 @@ def written_names(module: Module) -> WrittenNames:
     nodes = list(ast.walk(module.tree))
     texts = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
     texts |= {node.arg for node in nodes if isinstance(node, ast.keyword) and node.arg}
-    values = _Values(nodes)
+    assigned: dict[str, list[ast.expr | None]] = {}
+    functions: dict[str, list[ast.AST]] = {}
+    for node in nodes:
+        for name, value in _assignments(node):
+            assigned.setdefault(name, []).append(value)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            functions.setdefault(node.name, []).append(node)
+    closed = partial(_closed, assigned=assigned, functions=functions)
     facts = rewards = any(_renames(node) for node in nodes)
     for node in nodes:
         if not isinstance(node, ast.Call):
             continue
-        name = last_name(node.func)
+        called = last_name(node.func)
         given = {item.arg: item.value for item in node.keywords}
-        if name in _COPIES or (name == "replace" and {"facts", "rewards"} & set(given)):
+        if called in _COPIES or (called == "replace" and {"facts", "rewards"} & set(given)):
             facts = rewards = True
-        elif name in _ANSWERS or name in _SAYS:
-            facts = facts or None in given or not values.closed(given.get("facts"))
-            mapped = name in _SAYS and not isinstance(given.get("rewards"), ast.List)
-            rewards = rewards or None in given or (mapped and not values.closed(given.get("rewards")))
-        elif name == "RewardEvent":
+        elif called in _ANSWERS or called in _SAYS:
+            facts = facts or None in given or not closed(given.get("facts"))
+            mapped = called in _SAYS and not isinstance(given.get("rewards"), ast.List)
+            rewards = rewards or None in given or (mapped and not closed(given.get("rewards")))
+        elif called == "RewardEvent":
             rewards = rewards or None in given or not _is_text(given.get("name"))
     return WrittenNames(texts=frozenset(texts), other_facts=facts, other_rewards=rewards)
 
@@ -94,55 +101,45 @@ def _is_text(value: ast.expr | None) -> bool:
     return value is None or isinstance(value, ast.Constant)
 
 
-class _Values:
-    """Says of mappings whether all their keys are written in the text."""
+def _closed(
+    value: ast.expr | None,
+    steps: int = 0,
+    *,
+    assigned: Mapping[str, list[ast.expr | None]],
+    functions: Mapping[str, list[ast.AST]],
+) -> bool:
+    """Whether all keys of a mapping are strings in the text.
 
-    def __init__(self, nodes: Sequence[ast.AST]) -> None:
-        self._assigned: dict[str, list[ast.expr | None]] = {}
-        """The values of each variable and attribute; None: something that is not followed."""
-        self._functions: dict[str, list[ast.AST]] = {}
-        for node in nodes:
-            for name, value in _assignments(node):
-                self._assigned.setdefault(name, []).append(value)
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                self._functions.setdefault(node.name, []).append(node)
-
-    def closed(self, value: ast.expr | None, steps: int = 0) -> bool:
-        """Return whether all keys of a mapping are strings in the text."""
-        if value is None or (isinstance(value, ast.Constant) and value.value is None):
-            return True
-        if steps > MAX_STEPS:
-            return False
-        if isinstance(value, ast.Dict):
-            return all(
-                isinstance(key, ast.Constant) or (key is None and self.closed(item, steps + 1))
-                for key, item in zip(value.keys, value.values, strict=True)
-            )
-        if isinstance(value, ast.IfExp):
-            return self.closed(value.body, steps + 1) and self.closed(value.orelse, steps + 1)
-        if isinstance(value, ast.BoolOp):
-            return all(self.closed(item, steps + 1) for item in value.values)
-        if isinstance(value, ast.BinOp):
-            return self.closed(value.left, steps + 1) and self.closed(value.right, steps + 1)
-        if ast.unparse(value) == "view.facts":
-            return True  # others wrote them
-        if isinstance(value, ast.Name | ast.Attribute):
-            values = self._assigned.get(last_name(value) or "", [None])
-            return all(item is not None and self.closed(item, steps + 1) for item in values)
-        if isinstance(value, ast.Call):
-            return self._call(value, steps)
+    Args:
+        value: The mapping.
+        steps: Number of names that led to it.
+        assigned: The values of each variable and attribute; None: something that is not followed.
+        functions: The functions of each name.
+    """
+    if value is None or (isinstance(value, ast.Constant) and value.value is None):
+        return True
+    if steps > MAX_STEPS:
         return False
-
-    def _call(self, value: ast.Call, steps: int) -> bool:
-        name = last_name(value.func) or ""
-        if name == "dict":
-            return all(
-                self.closed(item, steps + 1)
-                for item in (*value.args, *(item.value for item in value.keywords if item.arg is None))
-            )
-        functions = self._functions.get(name, [])
-        results = [node.value for function in functions for node in ast.walk(function) if isinstance(node, ast.Return)]
-        return bool(results) and all(self.closed(item, steps + 1) for item in results)
+    closed = partial(_closed, steps=steps + 1, assigned=assigned, functions=functions)
+    match value:
+        case ast.Dict():
+            items = zip(value.keys, value.values, strict=True)
+            return all(isinstance(key, ast.Constant) or (key is None and closed(item)) for key, item in items)
+        case ast.IfExp(body=one, orelse=other) | ast.BinOp(left=one, right=other):
+            return closed(one) and closed(other)
+        case ast.BoolOp(values=values):
+            return all(map(closed, values))
+        case _ if ast.unparse(value) == "view.facts":
+            return True  # others wrote them
+        case ast.Name() | ast.Attribute():
+            return all(item is not None and closed(item) for item in assigned.get(last_name(value) or "", [None]))
+        case ast.Call() if last_name(value.func) == "dict":
+            return all(map(closed, (*value.args, *(item.value for item in value.keywords if item.arg is None))))
+        case ast.Call():
+            nodes = [node for made in functions.get(last_name(value.func) or "", []) for node in ast.walk(made)]
+            results = [node.value for node in nodes if isinstance(node, ast.Return)]
+            return bool(results) and all(map(closed, results))
+    return False
 
 
 def _assignments(node: ast.AST) -> Iterator[tuple[str, ast.expr | None]]:

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from command_line import engine_output
 
+from engine.errors import EngineError
 from engine.validate.registry import page_ids, page_of
-from engine.validate.worst_case import InvalidBudgetError, read_budget
+from engine.validate.worst_case import read_budget
 
 pytestmark = pytest.mark.usefixtures("in_folder")
 
@@ -102,7 +103,7 @@ def test_a_budget_is_a_check(budget: str, problem: str | None) -> None:
     ],
 )
 def test_a_budget_that_cannot_be_read(given: str, problem: str) -> None:
-    with pytest.raises(InvalidBudgetError) as caught:
+    with pytest.raises(EngineError) as caught:
         read_budget([given])
     assert str(caught.value) == problem
     Path("s.yaml").write_text(SPEC)

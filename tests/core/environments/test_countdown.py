@@ -9,7 +9,7 @@ from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.environments.countdown import Countdown, Judged, judge, problems
+from engine.environments.countdown import Countdown, judge, problems
 from engine.schemas.environment import Environment, EpisodeView, Step, Task
 from engine.schemas.message import Message
 from engine.schemas.reward import RewardEvent
@@ -31,7 +31,7 @@ def test_problems_are_the_same_for_the_same_arguments() -> None:
 def test_every_problem_has_a_solution(seed: int, numbers: int, most: int, held_out: bool) -> None:
     for row in problems(3, seed, numbers, most, held_out):
         reply = f"<answer>{row['solution']}</answer>"
-        assert judge(reply, row["numbers"], row["target"]) == Judged(True, True, "")
+        assert judge(reply, row["numbers"], row["target"]) == (True, True, "")
 
 
 def test_no_problem_is_both_trained_on_and_held_out() -> None:
@@ -65,7 +65,7 @@ def test_no_problem_is_both_trained_on_and_held_out() -> None:
     ],
 )
 def test_what_is_said_of_a_wrong_expression(reply: str, readable: bool, words: str) -> None:
-    assert judge(reply, [4, 20, 12, 5], 192) == Judged(readable, False, words)
+    assert judge(reply, [4, 20, 12, 5], 192) == (readable, False, words)
 
 
 @settings(deadline=None, max_examples=examples(100))

@@ -6,12 +6,12 @@ import asyncio
 import threading
 import time
 from collections.abc import AsyncIterator
+from functools import cache
 from typing import Any, cast
 
 import pytest
 
 from engine.actions.calling import code_call
-from engine.actions.calling import workers as workers_module
 from engine.actions.calling.code_call import STARVED_SHARE, call_spec_code
 from engine.actions.calling.workers import TICK, LoopDelay, Workers
 from engine.deadline import Deadlines
@@ -103,8 +103,8 @@ async def test_it_is_given_once_and_from_a_share_of_the_deadline_on(
             deadlines.append(seconds)
             super().__init__(seconds)
 
-    for module in (code_call, workers_module):
-        monkeypatch.setattr(module, "Deadlines", Counted)
+    monkeypatch.setattr(code_call, "Deadlines", Counted)
+    monkeypatch.setattr(workers, "_deadlines", cache(Counted))
     monkeypatch.setattr(workers.threads, "remaining", lambda call, seconds: -1.0)  # whenever its thread began
     monkeypatch.setattr(LoopDelay, "since", lambda delay, before: share * STARVED_SHARE * seconds)
     with pytest.raises(SpecCodeError, match=r"did not answer within 0\.02 s"):
