@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -64,17 +65,12 @@ def is_secret(name: str, value: str) -> bool:
 
 def remember_variable(name: str, value: str) -> None:
     """Call `remember`, unless the value occurs in ordinary text and the name does not mark it as secret."""
-    if is_secret(name, value) or not _is_ordinary(value):
+    is_word = value.isalpha() and value.islower()
+    is_ordinary = value.isascii() and (is_word or (value.isdigit() and len(value) < 9))
+    with suppress(OSError, ValueError, RuntimeError):
+        is_ordinary = is_ordinary or Path(value).expanduser().exists()
+    if is_secret(name, value) or not is_ordinary:
         remember(name, value)
-
-
-def _is_ordinary(value: str) -> bool:
-    if value.isascii() and ((value.isalpha() and value.islower()) or (value.isdigit() and len(value) < 9)):
-        return True
-    try:
-        return Path(value).expanduser().exists()
-    except (OSError, ValueError, RuntimeError):
-        return False
 
 
 def mask(text: str) -> str:

@@ -81,15 +81,12 @@ def brief(message: str) -> str:
     characters."""
     if len(message) <= _MAX_QUOTE:
         return message
-    return "\n".join(_brief_line(line) for line in message.split("\n"))
-
-
-def _brief_line(line: str) -> str:
-    if len(line) <= _MAX_QUOTE:
-        return line
-    line = _LONG_QUOTE.sub(lambda match: match[0][0] + _cut(match[0][1:-1], 120) + match[0][0], line)
-    line = _LONG_WORD.sub(lambda match: _cut(match[0], 120), line)
-    return _cut(line, MAX_LINE - 300)
+    lines = message.split("\n")
+    for at, line in enumerate(lines):
+        if len(line) > _MAX_QUOTE:
+            line = _LONG_QUOTE.sub(lambda match: match[0][0] + _cut(match[0][1:-1], 120) + match[0][0], line)
+            lines[at] = _cut(_LONG_WORD.sub(lambda match: _cut(match[0], 120), line), MAX_LINE - 300)
+    return "\n".join(lines)
 
 
 def _cut(text: str, most: int) -> str:

@@ -249,15 +249,11 @@ def _reset(answer: Any, name: str) -> Reset:
 def _step(answer: Any, name: str) -> Step:
     """A later answer, as `step` gives it."""
     said = _said(answer, name)
-    rewards = _events(said.rewards, name)
+    rewards = said.rewards
+    if not isinstance(rewards, list):
+        rewards = [RewardEvent(name=key, value=value, cause=name) for key, value in rewards.items()]
     if isinstance(said, End):
         return Step(event="done", rewards=rewards, facts={"solved": said.solved, **said.facts})
     return Step(
         event="continue", messages=[Message(role="user", content=said.content)], rewards=rewards, facts=dict(said.facts)
     )
-
-
-def _events(rewards: Mapping[str, float] | list[RewardEvent], name: str) -> list[RewardEvent]:
-    if isinstance(rewards, list):
-        return rewards
-    return [RewardEvent(name=key, value=value, cause=name) for key, value in rewards.items()]

@@ -143,16 +143,13 @@ def _dataclass_of(struct: type[Struct]) -> Any:
         hints |= vars(base).get("__annotations__", {})
     names, defaults = struct.__struct_fields__, struct.__struct_defaults__
     values = (msgspec.NODEFAULT,) * (len(names) - len(defaults)) + defaults
-    fields = [(name, hints[name], _field(value)) for name, value in zip(names, values, strict=True)]
+    fields: list[Any] = []
+    for name, value in zip(names, values, strict=True):
+        field: Any = dataclasses.field() if value is msgspec.NODEFAULT else dataclasses.field(default=value)
+        if type(value).__name__ == "Factory":  # msgspec's own, which it does not export
+            field = dataclasses.field(default_factory=value.factory)
+        fields.append((name, hints[name], field))
     return dataclasses.make_dataclass(struct.__name__, fields, init=False, repr=False, eq=False, kw_only=True)
-
-
-def _field(default: Any) -> Any:
-    if default is msgspec.NODEFAULT:
-        return dataclasses.field()
-    if type(default).__name__ == "Factory":  # msgspec's own, which it does not export
-        return dataclasses.field(default_factory=default.factory)
-    return dataclasses.field(default=default)
 
 
 class _FieldsOfTwin:

@@ -136,7 +136,12 @@ class ObjectBuilder:
             objects.environment = await self._construct(self._environment, "environment", effects, objects)
             _must_have(objects.environment, "reset", self._environment.origin.use)
         if self._users:
-            name = objects.user_name = self._chosen(task)
+            name = "" if "" in self._users or task is None else task.user
+            if name not in self._users:
+                who = f"task `{task.id}` names the user `{name}`" if name and task else "the task names no user"
+                words = f"{who}; the spec's `users` are {', '.join(self._users)}"
+                raise SpecCodeError(words, blame="spec", kind="unknown_user")
+            objects.user_name = name
             if (code := self._users[name]) is not None:
                 effects = self._loaded.spec.users_by_name[name].effects
                 objects.user = await self._construct(code, "user", effects, objects)
@@ -174,17 +179,6 @@ class ObjectBuilder:
         if callable(getattr(made, "close", None)):
             objects.opened.append(made)
         return made
-
-    def _chosen(self, task: Task | None) -> str:
-        """Return the name of the task's user."""
-        if "" in self._users:
-            return ""
-        name = task.user if task is not None else None
-        if name not in self._users:
-            who = f"task `{task.id}` names the user `{name}`" if name and task else "the task names no user"
-            names = ", ".join(self._users)
-            raise SpecCodeError(f"{who}; the spec's `users` are {names}", blame="spec", kind="unknown_user")
-        return name
 
     async def _toolbox(self, objects: EpisodeObjects) -> Toolbox:
         tools = list(self._static)

@@ -123,20 +123,24 @@ class Child:
         with contextlib.suppress(BrokenPipeError), open(self._ask, "wb", closefd=False) as asking:
             asking.write(_ASKED.pack(len(request), seconds) + request)
         received = bytearray()
-        ended = False
+        ending = ""
         while True:
             left = ends - time.monotonic()
             if left <= 0:
                 raise ChildError(f"it took more than {seconds:g} s{self._where()}")
-            if not self._take(received, 0.0 if ended else min(left, _POLL)) and ended:
-                raise ChildError(f"the process {self._ending}{self._where()}")
+            if not self._take(received, 0.0 if ending else min(left, _POLL)) and ending:
+                raise ChildError(f"the process {ending}{self._where()}")
             if len(received) >= _HEAD.size:
                 token, length = _HEAD.unpack(received[: _HEAD.size])
                 if not secrets.compare_digest(token, self._token) or length > MAX_ANSWERED:
                     raise ChildError(f"the process sent an invalid answer{self._where()}")
                 if len(received) >= _HEAD.size + length:
                     return bytes(received[_HEAD.size : _HEAD.size + length])
-            ended = ended or self._has_ended()
+            pid, status = (0, 0) if ending else os.waitpid(self._pid, os.WNOHANG)
+            if pid:
+                self._pid = 0
+                code = os.waitstatus_to_exitcode(status)
+                ending = f"ended with status {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
 
     def _take(self, received: bytearray, seconds: float) -> bool:
         """Read what the child wrote, and return whether there was anything; wait at most `seconds`."""
@@ -158,17 +162,6 @@ class Child:
         if not open_ends:
             time.sleep(seconds)
         return some
-
-    def _has_ended(self) -> bool:
-        pid, status = os.waitpid(self._pid, os.WNOHANG)
-        if pid == 0:
-            return False
-        self._pid = 0
-        code = os.waitstatus_to_exitcode(status)
-        self._ending = f"ended with status {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
-        return True
-
-    _ending = ""
 
     def _where(self) -> str:
         note = self._note[:_NOTE].partition(b"\0")[0].decode("utf-8", "replace")
@@ -201,7 +194,11 @@ def _prepare(group: bool, memory: int, output: int, keep: tuple[int, int]) -> No
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
     if output >= 0:
         sys.stdout = sys.stderr = open(1, "w", errors="replace", buffering=1, closefd=False)  # noqa: SIM115
-    for kind, most in ((resource.RLIMIT_DATA, memory + _data()), (resource.RLIMIT_CORE, 0)):
+    data = 0  # bytes of this process's data segment; 0 if not known
+    with contextlib.suppress(OSError, ValueError, IndexError, StopIteration):
+        lines = Path("/proc/self/status").read_text().splitlines()
+        data = int(next(line for line in lines if line.startswith("VmData:")).split()[1]) * 1024
+    for kind, most in ((resource.RLIMIT_DATA, memory + data), (resource.RLIMIT_CORE, 0)):
         with contextlib.suppress(OSError, ValueError):
             hard = resource.getrlimit(kind)[1]
             resource.setrlimit(kind, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
@@ -232,15 +229,6 @@ def refuse_outside() -> None:
             raise PermissionError(f"{event} is refused while a spec is checked without its code")
 
     sys.addaudithook(refuse)
-
-
-def _data() -> int:
-    """Bytes of this process's data segment; 0 if not known."""
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("VmData:"):
-                return int(line.split()[1]) * 1024
-    return 0
 
 
 def _close(*ends: int) -> None:

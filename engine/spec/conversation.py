@@ -148,11 +148,20 @@ def _message(row: Any, where: str, at: int, images: _Images) -> Message:
         raise RowError(f"`{where}` has the key `{unknown[0]}`, which no message has; remove it from the data")
     if row.get("refusal") or row.get("audio"):
         raise RowError(f"`{where}` has a refusal or audio, which an episode cannot show")
+    content = row.get("content", "")
+    if not isinstance(content, str):
+        if not isinstance(content, Sequence):
+            raise RowError(f"`{where}.content` must be a text or a list of parts; it is {_kind(content)}")
+        content = [_part(part, f"{where}.content[{at}]", images) for at, part in enumerate(content)]
+    elif images.marked and IMAGE_MARK in content:
+        pieces = [piece for piece in _MARKS.split(content) if piece]
+        shown_at = f"{where}.content"
+        content = [images.next(shown_at) if piece == IMAGE_MARK else TextPart(text=piece) for piece in pieces]
     try:
         return Message.read(
             {
                 "role": role,
-                "content": _content(row.get("content", ""), f"{where}.content", images),
+                "content": content,
                 "reasoning": row.get("reasoning", row.get("reasoning_content")),
                 "tool_calls": list(_calls(row.get("tool_calls", []), f"{where}.tool_calls", at)),
                 "tool_call_id": row.get("tool_call_id"),
@@ -163,17 +172,6 @@ def _message(row: Any, where: str, at: int, images: _Images) -> Message:
         first = error.errors(include_url=False)[0]
         place = ".".join([where, *map(str, first["loc"])])
         raise RowError(f"`{place}`: {first['msg'].removeprefix('Value error, ')}") from error
-
-
-def _content(content: Any, where: str, images: _Images) -> str | list[ContentPart]:
-    if isinstance(content, str):
-        if not images.marked or IMAGE_MARK not in content:
-            return content
-        pieces = [piece for piece in _MARKS.split(content) if piece]
-        return [images.next(where) if piece == IMAGE_MARK else TextPart(text=piece) for piece in pieces]
-    if not isinstance(content, Sequence):
-        raise RowError(f"`{where}` must be a text or a list of parts; it is {_kind(content)}")
-    return [_part(part, f"{where}[{at}]", images) for at, part in enumerate(content)]
 
 
 def _part(part: Any, where: str, images: _Images) -> ContentPart:

@@ -166,8 +166,7 @@ class Resolver:
                 )
                 complete = False
                 continue
-            base = self._base_file(node.value, file, node.origin)
-            loaded = None if base is None else self._base(base, node, chain)
+            loaded = self._base(node.value, file, node.origin, chain)
             complete = complete and loaded is not None
             if loaded is not None:
                 merged = loaded if merged is None else _merge(merged, loaded, ())
@@ -175,40 +174,33 @@ class Resolver:
             return None
         return without_extends if merged is None else _merge(merged, without_extends, ())
 
-    def _base_file(self, value: str, file: str, at: Origin) -> str | None:
-        """The file that a value of `extends` names: beside the spec, else of published settings; None: neither."""
-        beside = os.path.normpath(Path(file).parent / value)
-        is_name = not {"/", "\\", "."} & set(value)
-        if not is_name or self._access.is_file(Path(beside)):
-            return beside
-        if value in (names := published_names()):
-            return published_file(value)
-        message = f"there is neither a file nor published settings of the name `{short(value)}`"
-        fix = f"published settings are {', '.join(names)}; a file has its suffix: `base.yaml`"
-        near = nearest_name(value, names)
-        self._problem("spec.extends", message, f"did you mean `{near}`? {fix}" if near else fix, at)
-        return None
-
-    def _base(self, base: str, node: Scalar, chain: list[str]) -> Mapping | None:
+    def _base(self, value: str, file: str, at: Origin, chain: list[str]) -> Mapping | None:
+        """What a value of `extends` names: a file beside the spec, else published settings; None: it cannot be read."""
+        base = os.path.normpath(Path(file).parent / value)
+        if not {"/", "\\", "."} & set(value) and not self._access.is_file(Path(base)):
+            names = published_names()
+            if value not in names:
+                message = f"there is neither a file nor published settings of the name `{short(value)}`"
+                fix = f"published settings are {', '.join(names)}; a file has its suffix: `base.yaml`"
+                near = nearest_name(value, names)
+                self._problem("spec.extends", message, f"did you mean `{near}`? {fix}" if near else fix, at)
+                return None
+            base = published_file(value)
         real = _real(base)
         self._uses += 1
         if self._uses > MAX_FILES:
             if self._uses == MAX_FILES + 1:
                 message = f"more than {MAX_FILES} files are extended"
-                self._problem("spec.extends", message, "put what they share into one", node.origin)
+                self._problem("spec.extends", message, "put what they share into one", at)
             return None
         if any(_real(file) == real for file in chain):
             circle = " -> ".join([*chain, base])
-            self._problem(
-                "spec.extends-cycle", f"`extends` goes in a circle: {circle}", "remove one of them", node.origin
-            )
+            self._problem("spec.extends-cycle", f"`extends` goes in a circle: {circle}", "remove one of them", at)
             return None
         if len(chain) > MAX_EXTENDS:
-            self._problem(
-                "spec.extends", f"more than {MAX_EXTENDS} files extend each other", "flatten them", node.origin
-            )
+            self._problem("spec.extends", f"more than {MAX_EXTENDS} files extend each other", "flatten them", at)
             return None
-        return self._load(base, f"extends {node.value}", chain, node.origin)
+        return self._load(base, f"extends {value}", chain, at)
 
     # ---- --set
 
@@ -244,8 +236,11 @@ class Resolver:
             child = self._put(node.entries.get(key), keys, depth + 1, value, here)
             if child is None:
                 return None
-            changed = _kept(node, tuple(keys[:depth]), key, child)
-            return Mapping(changed.origin, {**changed.entries, key: child}, {**changed.keys, key: here})
+            decides, shared = DECIDES.get(tuple(keys[:depth]), ("", frozenset()))
+            if decides == key and _differ(node.entries.get(key), child):
+                set_here = {name for name, entry in node.entries.items() if entry.origin.file == SET_FILE}
+                node = _only(node, shared | set_here)
+            return Mapping(node.origin, {**node.entries, key: child}, {**node.keys, key: here})
         if isinstance(node, Sequence):
             if not key.isascii() or not key.isdigit() or int(key[:9]) >= len(node.items):
                 places = f"its items are 0 to {len(node.items) - 1}" if node.items else "it is empty"
@@ -263,14 +258,13 @@ class Resolver:
     # ---- ${ENV}
 
     def _substitute(self, node: Node) -> Node:
-        if isinstance(node, Scalar):
-            return self._fill(node) if isinstance(node.value, str) and "${" in node.value else node
         if isinstance(node, Sequence):
             return Sequence(node.origin, [self._substitute(item) for item in node.items])
-        return Mapping(node.origin, {key: self._substitute(value) for key, value in node.entries.items()}, node.keys)
-
-    def _fill(self, node: Scalar) -> Scalar:
-        text = str(node.value)
+        if isinstance(node, Mapping):
+            return Mapping(node.origin, {key: self._substitute(item) for key, item in node.entries.items()}, node.keys)
+        if not isinstance(node.value, str) or "${" not in node.value:
+            return node
+        text = node.value
         used: list[str] = []
         filled = VARIABLE.sub(lambda match: self._variable(match, node.origin, used), text)
         if not used:
@@ -314,16 +308,6 @@ def _preset(node: Node) -> Node:
     if isinstance(node, Scalar) and isinstance(node.value, str):
         return Mapping(node.origin, {"preset": node}, {"preset": node.origin})
     return node
-
-
-def _kept(node: Mapping, path: tuple[str, ...], key: str, value: Node) -> Mapping:
-    """What stays of a mapping when `key` is set to `value`."""
-    decides, shared = DECIDES.get(path, ("", frozenset()))
-    if decides != key or not _differ(node.entries.get(key), value):
-        return node
-    return _only(
-        node, {name for name, entry in node.entries.items() if name in shared or entry.origin.file == SET_FILE}
-    )
 
 
 def _only(node: Mapping, names: AbcSet[str]) -> Mapping:

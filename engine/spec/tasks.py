@@ -237,8 +237,21 @@ def task_of(row: Row, index: int, spec: TasksSpec, loaded: LoadedSpec) -> Task:
             raise fault(loaded, "tasks.missing-field", message, fix, row.origin or loaded.origin((*TASKS, "map", name)))
     mapped = {name: find(source, fields)[1] for name, source in spec.map.items()} if spec.map else fields
     _check_conversation(row, mapped, loaded)
-    user = _user(row, fields, spec, loaded) if spec.user is not None else None
-    return Task(id=_id(row, index, fields, spec, loaded), index=index, fields=mapped, user=user)
+    id, user = str(index), None
+    if spec.user is not None:
+        user, at = _named_field(row, fields, "user", spec.user, loaded)
+        users = loaded.spec.users
+        if not isinstance(user, str) or user not in users:
+            near = get_close_matches(str(user), list(users), n=1)
+            fix = f"did you mean `{near[0]}`?" if near else f"`users` has {', '.join(users)}"
+            raise fault(loaded, "tasks.unknown-user", f"{where}: there is no user {user!r}", fix, at)
+    if spec.id is not None:
+        value, at = _named_field(row, fields, "id", spec.id, loaded)
+        if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
+            message = f"{where}: the id `{spec.id}` must be text or a whole number; it is {value!r}"
+            raise fault(loaded, "tasks.bad-row", message, None, at)
+        id = str(value)
+    return Task(id=id, index=index, fields=mapped, user=user)
 
 
 def _check_conversation(row: Row, fields: Mapping[str, Any], loaded: LoadedSpec) -> None:
@@ -259,27 +272,6 @@ def _check_conversation(row: Row, fields: Mapping[str, Any], loaded: LoadedSpec)
         if not find(source.field, fields)[0]:
             fix = _near(source.field, fields)
     raise fault(loaded, "tasks.bad-row", f"row {row.number}: {message}", fix, row.origin or loaded.origin(TASKS))
-
-
-def _user(row: Row, fields: Mapping[str, Any], spec: TasksSpec, loaded: LoadedSpec) -> str:
-    """The name in the field that `tasks.user` names: one of `users`."""
-    name, at = _named_field(row, fields, "user", str(spec.user), loaded)
-    users = loaded.spec.users
-    if not isinstance(name, str) or name not in users:
-        near = get_close_matches(str(name), list(users), n=1)
-        fix = f"did you mean `{near[0]}`?" if near else f"`users` has {', '.join(users)}"
-        raise fault(loaded, "tasks.unknown-user", f"row {row.number}: there is no user {name!r}", fix, at)
-    return name
-
-
-def _id(row: Row, index: int, fields: Mapping[str, Any], spec: TasksSpec, loaded: LoadedSpec) -> str:
-    if spec.id is None:
-        return str(index)
-    value, at = _named_field(row, fields, "id", spec.id, loaded)
-    if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
-        message = f"row {row.number}: the id `{spec.id}` must be text or a whole number; it is {value!r}"
-        raise fault(loaded, "tasks.bad-row", message, None, at)
-    return str(value)
 
 
 def _named_field(row: Row, fields: Mapping[str, Any], key: str, name: str, loaded: LoadedSpec) -> tuple[Any, Origin]:

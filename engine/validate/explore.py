@@ -11,7 +11,7 @@ that is too large even for that has an empty graph (`walked` is False).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import product
@@ -319,18 +319,17 @@ class Graph:
         """The places after a state's action has run (with this event), before the transition."""
         places = self._moments.get((state, event))
         if places is None:
-            places = self._moments[state, event] = tuple(dict.fromkeys(self._stand(state, event)))
+            action, own_events = self.actions.get(state), self.events.get(state, ())
+            taken = [own_event for own_event in own_events if event in (None, own_event)]
+            found: dict[Place, None] = {}
+            for place in self.by_state.get(state, ()):
+                if action is None or event in ALWAYS_EVENTS:
+                    found[place] = None
+                elif not self.rests(place):
+                    for own_event in taken:
+                        found |= dict.fromkeys(after for after, _ in self.after(place, action, own_event))
+            places = self._moments[state, event] = tuple(found)
         return places
-
-    def _stand(self, state: str, event: str | None) -> Iterator[Place]:
-        action = self.actions.get(state)
-        for place in self.by_state.get(state, ()):
-            if action is None or event in ALWAYS_EVENTS:
-                yield place
-            elif not self.rests(place):
-                for own_event in self.events.get(state, ()):
-                    if event is None or own_event == event:
-                        yield from (after for after, _ in self.after(place, action, own_event))
 
 
 def _blind(group: Iterable[Edge]) -> tuple[Edge, ...]:
@@ -421,14 +420,13 @@ def cycles_of(graph: Graph, work: Work | None = None) -> tuple[list[Cycle], bool
             cycles.setdefault((frozenset(state for state, _ in cycle.steps), cycle.late), []).append(cycle)
     except WorkLimitError:
         complete = False
-    return [_merged(cycles_there) for cycles_there in cycles.values()], complete
-
-
-def _merged(alike: list[Cycle]) -> Cycle:
-    """Of cycles through the same states, the one that the fewest limits bound; it names one that bounds all."""
-    hardest = min(alike, key=lambda cycle: (len(cycle.bounds), len(cycle.steps), cycle.steps))
-    common = set(hardest.bounds).intersection(*(cycle.bounds for cycle in alike))
-    return hardest._replace(bounds=tuple(name for name in hardest.bounds if not common or name in common))
+    merged = []
+    for alike in cycles.values():  # through the same states: the one that the fewest limits bound names one for all
+        hardest = min(alike, key=lambda cycle: (len(cycle.bounds), len(cycle.steps), cycle.steps))
+        common = set(hardest.bounds).intersection(*(cycle.bounds for cycle in alike))
+        bounds = tuple(name for name in hardest.bounds if not common or name in common)
+        merged.append(hardest._replace(bounds=bounds))
+    return merged, complete
 
 
 def _shortest(graph: Graph, start: Place, first: WalkStep, component: dict[Place, int], work: Work) -> Cycle:

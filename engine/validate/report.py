@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -98,7 +99,12 @@ def excerpts_of(diagnostics: Sequence[Diagnostic], sources: Mapping[str, str], a
         line, column, number = origin.via.partition("\n")[0], origin.column + len("--set "), ""
         if origin.file != SET_FILE:
             if origin.file not in lines:
-                lines[origin.file] = _lines_of(origin.file, sources, access)
+                text = sources.get(origin.file, "")
+                with suppress(OSError, ValueError):
+                    if origin.file not in sources:
+                        with access.open(Path(origin.file)) as stream:
+                            text = stream.read(MAX_SHOWN).decode("utf-8-sig", errors="replace")
+                lines[origin.file] = split_lines(text)
             of_file = lines[origin.file]
             line = of_file[origin.line - 1] if 0 < origin.line <= len(of_file) else ""
             column, number = origin.column, str(origin.line)
@@ -107,17 +113,6 @@ def excerpts_of(diagnostics: Sequence[Diagnostic], sources: Mapping[str, str], a
             line, column = line[start : start + WIDEST], column - start
         excerpts.append(Excerpt(line, column, number) if line.strip() else None)
     return excerpts
-
-
-def _lines_of(file: str, sources: Mapping[str, str], access: Access) -> list[str]:
-    text = sources.get(file)
-    if text is None:
-        try:
-            with access.open(Path(file)) as stream:
-                text = stream.read(MAX_SHOWN).decode("utf-8-sig", errors="replace")
-        except (OSError, ValueError):
-            return []
-    return split_lines(text)
 
 
 # ---- between processes

@@ -71,12 +71,23 @@ def worst_case(ctx: CheckContext) -> WorstCase:
     """Return the worst case of a spec whose machine has no errors."""
     rollout = ctx.spec.rollout
     episode = {name: count_bound(ctx, name) for name in COUNTS}
-    turns = episode[COUNTS[TURNS]]
+    turns = sampled = episode[COUNTS[TURNS]]
+    if turns.most is not None:
+        most, by = ctx.spec.limits.turn_tokens, "limits.turn_tokens"
+        if (new := ctx.spec.sampling.max_new_tokens) is not None and new < most:
+            most, by = new, "sampling.max_new_tokens"
+        sampled = Bound(turns.most * min(most, UNBOUNDED), f"{turns.by} × {by}")
+    images = _lowest(
+        {"limits.images": ctx.spec.limits.images, "model.max_images": ctx.spec.model.max_images},
+        "neither `limits.images` nor `model.max_images` is set",
+    )
+    if (files := model_files(ctx.loaded)) is not None and files.sees is False:
+        images = Bound(0.0, "the model takes only text")
     episode |= {
-        "sampled_tokens": _sampled_tokens(ctx, turns),
+        "sampled_tokens": sampled,
         "context_tokens": context_bound(ctx),
         "branches": turns,  # at most one new branch per turn
-        "images": _images(ctx),
+        "images": images,
         "seconds": _seconds(ctx),
     }
     tasks = ctx.task_count()
@@ -149,16 +160,7 @@ def _binding(ctx: CheckContext, index: int, most: float) -> str:
     return MACHINE
 
 
-# ---- tokens and images
-
-
-def _sampled_tokens(ctx: CheckContext, turns: Bound) -> Bound:
-    if turns.most is None:
-        return turns
-    most, by = ctx.spec.limits.turn_tokens, "limits.turn_tokens"
-    if (sampled := ctx.spec.sampling.max_new_tokens) is not None and sampled < most:
-        most, by = sampled, "sampling.max_new_tokens"
-    return Bound(turns.most * min(most, UNBOUNDED), f"{turns.by} × {by}")
+# ---- tokens
 
 
 def _lowest(bounds: Mapping[str, int | None], unset: str) -> Bound:
@@ -177,16 +179,6 @@ def context_bound(ctx: CheckContext) -> Bound:
             "the model's context": None if files is None or model.context is not None else files.context,
         },
         "neither `limits.episode_tokens` nor `model.context` is set, and the model's files are not on this computer",
-    )
-
-
-def _images(ctx: CheckContext) -> Bound:
-    files = model_files(ctx.loaded)
-    if files is not None and files.sees is False:
-        return Bound(0.0, "the model takes only text")
-    return _lowest(
-        {"limits.images": ctx.spec.limits.images, "model.max_images": ctx.spec.model.max_images},
-        "neither `limits.images` nor `model.max_images` is set",
     )
 
 

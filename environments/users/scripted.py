@@ -37,19 +37,18 @@ class Scripted:
 
     def respond(self, view: EpisodeView) -> UserTurn:
         """The next line."""
-        lines = self._lines if self._field is None else self._of(view)
+        lines = self._lines
+        if self._field is not None:
+            written = view.task.fields.get(self._field)
+            if not isinstance(written, list | tuple):
+                raise ValueError(f"task {view.task.id!r}: the field {self._field!r} must be a list of lines")
+            lines = [_turn(line) for line in written]
         at = view.user_turn
         if at < len(lines):
             return lines[at]
         if self._after == "satisfied" or not lines:
             return UserTurn(satisfied=True)
         return lines[-1] if self._after == "repeat" else lines[at % len(lines)]
-
-    def _of(self, view: EpisodeView) -> list[UserTurn]:
-        lines = view.task.fields.get(str(self._field))
-        if not isinstance(lines, list | tuple):
-            raise ValueError(f"task {view.task.id!r}: the field {self._field!r} must be a list of lines")
-        return [_turn(line) for line in lines]
 
 
 def _turn(line: str | dict[str, Any]) -> UserTurn:

@@ -149,9 +149,16 @@ CLOSE_SECONDS = 5.0
 def constructs(ctx: CheckContext) -> Iterator[Finding]:
     """Environment, tools and users, each built once with its `with`. With `effects: external`, nothing is built."""
     for item in ctx.spec_code:
-        effects, seconds = _settings(ctx, item)
         environment = ctx.spec.environment if item.role == "environment" else None
         packages = environment.facts.packages if environment is not None and environment.facts is not None else ()
+        effects, seconds = "pure", ctx.spec.limits.tool_seconds
+        if environment is not None:
+            effects, seconds = environment.effects, environment.timeout
+        elif item.role == "tool":
+            tool = ctx.spec.tools[int(item.path[1])]
+            effects, seconds = tool.effects, tool.timeout or seconds
+        elif user := next((user for path, user in ctx.users if item.path[: len(path)] == path), None):
+            effects, seconds = user.effects, user.seconds
         if item.role not in ("environment", "user", "tool") or effects == "external":
             continue
         if any(find_spec(package) is None for package in packages):
@@ -171,18 +178,6 @@ def constructs(ctx: CheckContext) -> Iterator[Finding]:
         if environment is not None:
             with_ = environment.entry_in(ctx.loaded.base).with_
         yield from _built(item, ctx.described(item.entry.use), with_, seconds)
-
-
-def _settings(ctx: CheckContext, item: NamedEntry) -> tuple[str, float]:
-    """The `effects` of an entry point, and the deadline of its constructor in seconds."""
-    spec = ctx.spec
-    if item.role == "environment" and spec.environment is not None:
-        return spec.environment.effects, spec.environment.timeout
-    if item.role == "tool":
-        tool = spec.tools[int(item.path[1])]
-        return tool.effects, tool.timeout or spec.limits.tool_seconds
-    user = next((user for path, user in ctx.users if item.path[: len(path)] == path), None)
-    return ("pure", spec.limits.tool_seconds) if user is None else (user.effects, user.seconds)
 
 
 def _built(item: NamedEntry, target: Any, with_: Mapping[str, Any], seconds: float) -> Iterator[Finding]:
