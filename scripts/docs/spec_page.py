@@ -16,7 +16,7 @@ from engine.limits import LIMITS
 from engine.machine.machine import resolve_machine
 from engine.machine.presets import PRESETS
 from engine.machine.variables import VARIABLES
-from engine.schemas.base import Bytes, Seconds, description_of
+from engine.schemas.base import Bytes, Seconds, description_of, parse_seconds
 from engine.schemas.entry import IsolationSpec
 from engine.schemas.episode import EpisodeSpec
 from engine.schemas.limits import ALWAYS, LIMIT
@@ -250,9 +250,8 @@ def _type(info: FieldInfo) -> str:
     for member in branches(annotation_of(info)):
         words = literals(member)
         parts.append(", ".join(f"`{word}`" for word in words) if words else describe(member))
-    if any(
-        "BeforeValidator" in str(item) and "parse_seconds" in str(item) for item in info.metadata
-    ) or Seconds in branches(annotation_of(info)):
+    converted = any(getattr(item, "func", None) is parse_seconds for item in info.metadata)
+    if converted or Seconds in branches(annotation_of(info)):
         parts = ["a duration"]
     if Bytes in branches(annotation_of(info)):
         parts = ["a size"]
