@@ -11,7 +11,7 @@ Invariant: `import engine` imports nothing but the standard library; a public na
 import sys
 from typing import TYPE_CHECKING, Any
 
-from engine.moved_names import MovedModules
+from engine import moved_names
 
 if TYPE_CHECKING:
     from engine.api.checks import check as check
@@ -97,7 +97,7 @@ PUBLIC = {
 """The public names (docs/python.md), and where each is defined. None is that of a sub-package or module, because an
 import of this would replace it."""
 
-sys.meta_path.append(MovedModules())
+sys.meta_path.append(moved_names)
 
 
 def __getattr__(name: str) -> Any:

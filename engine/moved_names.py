@@ -130,16 +130,13 @@ def current(use: str) -> str:
     return new
 
 
-class MovedModules:
-    """The last finder of `sys.meta_path`. It answers only for modules of `MOVED` and for packages that only had such
-    modules."""
-
-    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
-        """Raises: ModuleNotFoundError: the module moved."""
-        if not name.startswith("engine."):
-            return
-        parts = ", ".join(f"`{old}` is `{new}`" for old, new in MOVED.items() if old.startswith(f"{name}."))
-        if (new := new_module(name)) is not None:
-            raise ModuleNotFoundError(f"`{name}` is `{new}` now" + (f"; {parts}" if parts else ""), name=name)
-        if parts:
-            raise ModuleNotFoundError(f"there is no `{name}`; of what was in it, {parts} now", name=name)
+def find_spec(name: str, path: object = None, target: object = None) -> None:
+    """This module is the last finder of `sys.meta_path`. It answers only for modules of `MOVED` and for packages that
+    only had such modules. Raises: ModuleNotFoundError: the module moved."""
+    if not name.startswith("engine."):
+        return
+    parts = ", ".join(f"`{old}` is `{new}`" for old, new in MOVED.items() if old.startswith(f"{name}."))
+    if (new := new_module(name)) is not None:
+        raise ModuleNotFoundError(f"`{name}` is `{new}` now" + (f"; {parts}" if parts else ""), name=name)
+    if parts:
+        raise ModuleNotFoundError(f"there is no `{name}`; of what was in it, {parts} now", name=name)

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 from engine import plugin
 from engine.actions.action_facts import NO_CALLS, OWN_ACTION_SECONDS, SURE_CALLS, ActionFacts
-from engine.limits import limits_of
 from engine.schemas.limits import ALWAYS, OVERFLOW
 
 if TYPE_CHECKING:
@@ -110,8 +109,3 @@ def seconds_of(spec: EpisodeSpec, state: StateSpec) -> float:
         return 0.0
     facts = ACTIONS.get(state.action)
     return facts.seconds(spec, state) if facts is not None else state.timeout or OWN_ACTION_SECONDS
-
-
-def may_be_limited(action: str | None, spec: EpisodeSpec) -> bool:
-    """Whether a limit may stop an action."""
-    return any(limit.may_stop(spec) for limit in limits_of(action))

@@ -63,7 +63,8 @@ class ObjectBuilder:
                 what = f"`{'.'.join(map(str, path))}`: {why}"
                 raise SpecCodeError(what, blame="spec", kind="plugin_missing")
         self._opening = [service for service in services if type(service).open is not EpisodeService.open]
-        self._bare = partial(EpisodeObjects, sampler=sampler)
+        self.bare = partial(EpisodeObjects, sampler=sampler)
+        """Makes the objects of an episode whose own could not be built."""
         self._environment: SpecCode | None = None
         if (environment := spec.environment) is not None:
             loads = environment.facts.loads if environment.facts else None
@@ -225,10 +226,6 @@ class ObjectBuilder:
             )
         return Toolbox(tools, self._code)
 
-    def none(self) -> EpisodeObjects:
-        """The objects of an episode whose own could not be built."""
-        return self._bare()
-
     async def open(self, task: Task | None = None, *, alone: bool = False) -> EpisodeObjects:
         """Build one episode's objects. If that fails, the objects that were built are closed.
 
@@ -238,8 +235,8 @@ class ObjectBuilder:
         host = self._code.apart(self._loaded.base) if alone else None
         bare = host is None and not (self._environment or self._users or self._opening)
         if bare and self.shared_toolbox is not None:
-            return self._bare(toolbox=self._for_task(self.shared_toolbox, task))
-        objects = self._bare(host=host)
+            return self.bare(toolbox=self._for_task(self.shared_toolbox, task))
+        objects = self.bare(host=host)
         try:
             await self._build(objects, task)
             for service in self._opening:

@@ -419,7 +419,14 @@ class TrainPanel:
         if unplaced := self._now.get("credit/unplaced_rewards"):
             words = f"{unplaced:.0f} rewards (sum {self._now['credit/unplaced_sum']:.3g}) reach no token: see the log"
             rows.add_row("warning", Text(words, style="bold red"))
-        rows.add_row("episodes", Text(self._episodes(), style="cyan"))
+        sampled = self._now.get("tokens_per_second")
+        episodes = "–" if sampled is None else f"{sampled:.0f} tokens/s"
+        if (live := self.live) is not None:
+            tokens = f"{live.tokens_per_second if sampled is None else sampled:.0f} tokens/s"
+            a_second = [f"{live.turns_per_second:.1f} turns/s", tokens]
+            parts = [*(running(live) or ["0 running"]), *a_second, *endings(live), live.waits or ""]
+            episodes = "  ".join(filter(None, parts))
+        rows.add_row("episodes", Text(episodes, style="cyan"))
         if times := _times(self._now):
             total = sum(seconds for _, seconds in times)
             shares = (f"{phase} {seconds:.1f} s ({100 * seconds / total:.0f}%)" for phase, seconds in times if total)
@@ -433,15 +440,6 @@ class TrainPanel:
             Text(f"{duration(time.perf_counter() - self._began)}{left}", style="dim"),
         )
         return Group(head, rows)
-
-    def _episodes(self) -> str:
-        sampled = self._now.get("tokens_per_second")
-        if self.live is None:
-            return "–" if sampled is None else f"{sampled:.0f} tokens/s"
-        shown = self.live.tokens_per_second if sampled is None else sampled
-        turns = f"{self.live.turns_per_second:.1f} turns/s"
-        parts = [*(running(self.live) or ["0 running"]), turns, f"{shown:.0f} tokens/s", *endings(self.live)]
-        return "  ".join(filter(None, [*parts, self.live.waits]))
 
 
 def _curve(values: deque[float]) -> Text:

@@ -281,7 +281,7 @@ class Runner:
         entries = journal.entries
         ended = self._compiled.has_ended(entries)
         SCOPE.set(EpisodeScope(journal.episode_id, attempt.losses, last=attempt.last))
-        objects, broken = builder.none(), attempt.given_up
+        objects, broken = builder.bare(), attempt.given_up
         if broken is None and not never_built(entries):
             try:
                 objects = await builder.open(attempt.task, alone=attempt.alone and not ended)

@@ -21,6 +21,7 @@ from typing import NamedTuple
 from engine.actions.action_facts import MAYBE_CALLS, NO_CALLS, SURE_CALLS
 from engine.actions.facts import ACTIONS
 from engine.limits import COUNTERS, COUNTERS_OF
+from engine.machine.operators import NUMBERS
 from engine.schemas.limits import ALWAYS as ALWAYS_EVENTS
 from engine.schemas.limits import FAILED, LIMIT, MAX_STEPS, OVERFLOW
 from engine.validate.logic import ALWAYS, UNKNOWN, Formula, Ranges
@@ -120,7 +121,10 @@ class Graph:
         self.actions = dict(chart.actions)
         self.events = dict(chart.events)
         guards = [] if rough else [edge.guard for _, group in chart.edges for edge in group]
-        compared = ([abs(value) for guard in guards for value in guard.thresholds(name)] for name in _VARIABLES)
+        constants = (
+            {constant for guard in guards for constant in guard.constants.get(name, ())} for name in _VARIABLES
+        )
+        compared = ([abs(value) for kind, value in values if kind in NUMBERS] for values in constants)
         self.caps = tuple(max((int(value) + 2 for value in values if value < 1000), default=0) for values in compared)
         """For counters without a limit: a value above all with which guards compare them."""
         self.late_matters = not rough and any(

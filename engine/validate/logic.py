@@ -74,10 +74,6 @@ class Formula:
         """The quantities on which its result depends."""
         return frozenset(self.constants).union(*(keys for keys in self.pairs.values() if keys is not None))
 
-    def thresholds(self, key: str) -> Iterator[float]:
-        """The numbers with which a quantity is compared."""
-        return (value for kind, value in self.constants.get(key, ()) if kind in NUMBERS)
-
     @property
     def weight(self) -> int:
         """About how many comparisons `truth` makes."""

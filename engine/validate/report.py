@@ -24,6 +24,8 @@ WIDEST = 400
 """Characters of a line that are shown."""
 MAX_SHOWN = 64 * 2**20
 """Maximum size of a file from which a line is shown, in bytes."""
+_NOWHERE = {"file": None, "line": None, "column": None, "via": ""}
+"""The place, as JSON values, of a finding without one."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,17 @@ class Report:
             "file": self.file,
             "valid": self.status == VALID,
             "readable": not self.unreadable,
-            "diagnostics": [_plain(item) for item in self.diagnostics],
+            "diagnostics": [
+                {
+                    "rule": item.rule,
+                    "severity": item.severity,
+                    "message": item.message,
+                    "fix": item.fix,
+                    "path": list(item.path),
+                    **(_NOWHERE if item.origin is None else asdict(item.origin)),
+                }
+                for item in self.diagnostics
+            ],
             "skipped": list(self.skipped),
             "worst_case": worst
             and asdict(worst)
@@ -137,21 +149,3 @@ def unpack(file: str, data: bytes) -> Report:
         return replace(msgspec.convert(json.loads(data), Report), file=file)
     except (msgspec.ValidationError, RecursionError) as error:
         raise ValueError(f"no report: {error}") from error
-
-
-# ---- as JSON values
-
-
-def _plain(item: Diagnostic) -> dict[str, Any]:
-    origin = item.origin
-    return {
-        "rule": item.rule,
-        "severity": item.severity,
-        "message": item.message,
-        "fix": item.fix,
-        "path": list(item.path),
-        "file": origin.file if origin else None,
-        "line": origin.line if origin else None,
-        "column": origin.column if origin else None,
-        "via": origin.via if origin else "",
-    }

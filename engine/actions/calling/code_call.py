@@ -161,11 +161,6 @@ class CodeCall:
         except IndexError:
             return False
 
-    @property
-    def over(self) -> bool:
-        """Whether it has finished or was abandoned."""
-        return not self.untaken
-
     def remaining(self, seconds: float) -> float:
         """Return the rest of a deadline that began with the call; all of it while the call waits for a thread."""
         return seconds if self.began is None else self.began + seconds - time.monotonic()

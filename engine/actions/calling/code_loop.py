@@ -292,7 +292,7 @@ class CodeLoop:
                     self._suspect = handle._context.get(CALL)  # type: ignore[attr-defined]
             self._count(now)
             suspect, stuck = self._suspect, now - self._since
-        given_up = suspect is not None and suspect.over and stuck > 0
+        given_up = suspect is not None and not suspect.untaken and stuck > 0
         if given_up or (suspect is None and handle is not None and stuck > UNKNOWN_SECONDS):
             self._warn("the loop is replaced", suspect, now - self._probed, stack)
             self.warned = True

@@ -160,11 +160,6 @@ class CodeHost(ABC):
         return
 
 
-def bad_tool(use: str, why: object) -> EngineError:
-    """The error of a function or object that is no valid tool."""
-    return EngineError(f"{use}: {why}", kind="bad_tool", blame="spec")
-
-
 class CodeHere(SpecCode):
     """An entry point that was imported into this process, whose code is called in threads and on code loops. `call` is
     `call_spec_code` with the workers of the run."""
@@ -218,4 +213,4 @@ def shape_or_fault(function: Any, name: str | None, where: str) -> ToolShape:
     try:
         return shape_of(function, name)
     except (TypeError, NameError, AttributeError, ValueError) as error:
-        raise bad_tool(where, error) from error
+        raise EngineError(f"{where}: {error}", kind="bad_tool", blame="spec") from error

@@ -203,7 +203,7 @@ class Threads:
         while (call := self._waiting.get()) is not None:
             call.thread = thread
             call.began = time.monotonic()
-            if call.over:  # its caller gave up while it waited for a thread
+            if not call.untaken:  # its caller gave up while it waited for a thread
                 continue
             context = call.context
             del call.context

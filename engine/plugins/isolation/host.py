@@ -24,7 +24,6 @@ from engine.actions.calling.host import (
     HostedCallable,
     HostedTool,
     SpecCode,
-    bad_tool,
 )
 from engine.errors import EngineError
 from engine.plugins.isolation.child import RAISED, VALUE
@@ -94,7 +93,7 @@ class ProcessCode(SpecCode):
     def tool(self) -> tuple[HostedTool, ToolShape]:
         """See `SpecCode.tool`."""
         if self._shape is None:
-            raise bad_tool(f"tools: `{self.origin.use}`", self._problem)
+            raise EngineError(f"tools: `{self.origin.use}`: {self._problem}", kind="bad_tool", blame="spec")
         return RemoteTool(RemoteFunction(self.origin, self.pool, "tool"), self._shape.name), self._shape
 
     async def build(self, blame: Blame, effects: Effects, seconds: float) -> RemoteObject:

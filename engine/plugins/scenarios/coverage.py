@@ -12,8 +12,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from engine.actions.facts import may_be_limited
 from engine.errors import EngineError
+from engine.limits import limits_of
 from engine.machine.guards import Guard
 from engine.machine.machine import ResolvedMachine, ResolvedTransition
 from engine.schemas.limits import FAILED, LIMIT
@@ -88,7 +88,10 @@ def coverage_of(loaded: LoadedSpec, taken: Sequence[Edge]) -> Coverage:
         t
         for t in context.live
         if t.source in context.reachable
-        and not (t.trigger == LIMIT and not may_be_limited(context.states[t.source].action, loaded.spec))
+        and (
+            t.trigger != LIMIT
+            or any(limit.may_stop(loaded.spec) for limit in limits_of(context.states[t.source].action))
+        )
     ]
     counts = Counter(taken)
     possible = dict.fromkeys(map(edge_of, live))

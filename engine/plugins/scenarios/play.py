@@ -339,7 +339,7 @@ async def play(
         try:
             objects = await builder.open(task)
         except EngineError as error:  # a failure of the episode
-            objects, broken = builder.none(), error
+            objects, broken = builder.bare(), error
         ending.push_async_callback(builder.close, objects)
         if broken is None:
             check_tools(list(objects.toolbox.tools) if objects.toolbox else [], scenarios, index)

@@ -8,7 +8,7 @@ import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -114,11 +114,16 @@ def _by_position(path: Path) -> Callable[[int], dict[str, Any]]:
                 table.cache_clear()
         if in_copy is not None:
             return in_copy(position)
-        at = bisect_right(starts, position) - 1
-        fields: dict[str, Any] = table(at).slice(position - starts[at], 1).to_pylist()[0]
-        return fields
+        return _row_at(starts, table, position)
 
     return row
+
+
+def _row_at(starts: Sequence[int], table: Callable[[int], Any], position: int) -> dict[str, Any]:
+    """The row at a position of tables that begin at these positions."""
+    at = bisect_right(starts, position) - 1
+    fields: dict[str, Any] = table(at).slice(position - starts[at], 1).to_pylist()[0]
+    return fields
 
 
 def _copied(file: Any) -> Callable[[int], dict[str, Any]]:
@@ -133,11 +138,4 @@ def _copied(file: Any) -> Callable[[int], dict[str, Any]]:
                 writer.write_batch(batch)
                 counts.append(batch.num_rows)
         mapped = pyarrow.ipc.open_file(pyarrow.memory_map(copy.name))  # stays readable after the file's name is gone
-    starts = [0, *accumulate(counts)]
-
-    def row(position: int) -> dict[str, Any]:
-        at = bisect_right(starts, position) - 1
-        fields: dict[str, Any] = mapped.get_batch(at).slice(position - starts[at], 1).to_pylist()[0]
-        return fields
-
-    return row
+    return partial(_row_at, [0, *accumulate(counts)], mapped.get_batch)

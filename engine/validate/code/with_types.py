@@ -210,21 +210,12 @@ def _built(item: NamedEntry, target: Any, with_: Mapping[str, Any], seconds: flo
                 f"give it a method `{name}({', '.join(arguments)})`",
             )
     finally:
-        _close(thing)
+        if callable(getattr(thing, "close", None)):
+            with contextlib.suppress(Exception), deadline(CLOSE_SECONDS):  # what it raises is not this rule's
+                asyncio.run(_closed(thing))
 
 
-def _close(thing: Any) -> None:
-    """Call `close`, if there is one; what it raises is not this rule's."""
-    import asyncio
-
-    close = getattr(thing, "close", None)
-    if not callable(close):
-        return
-
-    async def closed() -> None:
-        closing = close()
-        if inspect.isawaitable(closing):
-            await closing
-
-    with contextlib.suppress(Exception), deadline(CLOSE_SECONDS):
-        asyncio.run(closed())
+async def _closed(thing: Any) -> None:
+    closing = thing.close()
+    if inspect.isawaitable(closing):
+        await closing
