@@ -106,7 +106,7 @@ class GenerateAction(Action):
 
     async def perform(self, episode: Episode, objects: EpisodeObjects) -> GenerationRecord:
         """Sample one reply, and check it before anything is stored. A generation slot is held only while the reply is
-        requested."""
+        requested. Raises: BackendError: it is not what was requested."""
         request = self._request(episode, episode.conversation, episode.turn + 1, episode.sampling)
         assert objects.sampler is not None  # where nothing is sampled, nothing is performed
         generation = await objects.sampler.generate(request)
