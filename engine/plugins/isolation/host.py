@@ -91,7 +91,7 @@ class ProcessCode(SpecCode):
         return HostedCallable(RemoteFunction(self.origin, self.pool, answer).ask)
 
     def tool(self) -> tuple[HostedTool, ToolShape]:
-        """See `SpecCode.tool`."""
+        """See `SpecCode.tool`. Raises: EngineError: it is no valid tool."""
         if self._shape is None:
             raise EngineError(f"tools: `{self.origin.use}`: {self._problem}", kind="bad_tool", blame="spec")
         return RemoteTool(RemoteFunction(self.origin, self.pool, "tool"), self._shape.name), self._shape
