@@ -11,7 +11,6 @@ them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from copy import copy
 from dataclasses import replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -73,12 +72,6 @@ class CompiledSpec:
         """
         conversation = Conversation(self.template, tools, self.spec.model.history)
         return Episode(self, task, sample, conversation)
-
-    def with_actions(self, actions: Mapping[str, Action]) -> CompiledSpec:
-        """The spec with other actions, by state."""
-        changed = copy(self)
-        changed.actions = actions
-        return changed
 
     def has_ended(self, journal: Sequence[JournalEntry]) -> bool:
         """Whether a journal has the entry that ends its episode."""

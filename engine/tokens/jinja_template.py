@@ -252,8 +252,14 @@ class JinjaSource:
         if not self._shows(question):
             self._in_parts = True  # unless it writes the list as Python does
             self._in_parts = self._shows(question) and "'text'" not in self.text(question, None)
-        keys = ("reasoning_content", "thinking", "reasoning")
-        self.reasoning_key = next(filter(self._shows_reasoning_as, keys), keys[0])
+        reply = {"role": "assistant", "content": "", "reasoning_content": mark(0)}
+        caller = [_QUESTION, {**reply, "tool_calls": [probe_call(1, 0)]}, probe(TOOL, 1, str)]
+        for key in ("reasoning_content", "thinking", "reasoning"):
+            self.reasoning_key = key
+            if self._shows([_QUESTION, {**reply, "content": "A"}]) or self._shows(caller):
+                break
+        else:
+            self.reasoning_key = "reasoning_content"
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -347,14 +353,6 @@ class JinjaSource:
                 "tokens"
             )
         return shown.replace(hidden, MARK)
-
-    def _shows_reasoning_as(self, key: str) -> bool:
-        self.reasoning_key = key
-        reply = {"role": "assistant", "content": "", "reasoning_content": mark(0)}
-        caller = {**reply, "tool_calls": [probe_call(1, 0)]}
-        return self._shows([_QUESTION, {**reply, "content": "A"}]) or self._shows(
-            [_QUESTION, caller, probe(TOOL, 1, str)]
-        )
 
     def _shows(self, views: list[View]) -> bool:
         try:

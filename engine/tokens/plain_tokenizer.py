@@ -56,12 +56,8 @@ class PlainTokenizer:
         self.chat_template: str | None = config.get("chat_template")
         self.model_max_length: int | None = config.get("model_max_length")
         self.added_tokens_decoder = backend.get_added_tokens_decoder()
-        self.eos_token_id = self._id("eos_token")
-        self.unk_token_id = self._id("unk_token")
-
-    def _id(self, name: str) -> int | None:
-        token = self.special_tokens_map.get(name)
-        return None if token is None else self.backend_tokenizer.token_to_id(token)
+        ids: dict[str, int | None] = {name: backend.token_to_id(token) for name, token in special.items()}
+        self.eos_token_id, self.unk_token_id = ids.get("eos_token"), ids.get("unk_token")
 
     def get_vocab(self) -> dict[str, int]:
         """Token -> id, added tokens included."""

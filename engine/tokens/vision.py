@@ -32,6 +32,7 @@ from engine.tokens.vision_families import (
     TiledFamily,
     VisionFamily,
     checked,
+    images_only,
     kept_tensors,
 )
 
@@ -205,7 +206,7 @@ class ImageProcessing:
             RenderError: It cannot be loaded.
         """
         try:
-            return self.family.processor(self._folder, self._tokenizer.real)
+            return images_only(self.family, self._folder, self._tokenizer.real)
         except (OSError, ValueError, ImportError, TypeError) as error:
             raise RenderError(f"the image processor of {self._folder} cannot be loaded: {error}") from error
 

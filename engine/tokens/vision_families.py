@@ -234,28 +234,6 @@ def kept_tensors(tensors: Tensors) -> PreparedImage:
     return PreparedImage(sum(array.nbytes for array in tensors.values()), partial(dict, tensors))
 
 
-def _images_only(kind: str, folder: Path, tokenizer: Any, begin: Callable[[Any, Any, Any], None]) -> Any:
-    """The processor of a model, without its video part.
-
-    Args:
-        kind: `model_type` of its config.json.
-        folder: Its files.
-        tokenizer: Its tokenizer.
-        begin: The processor's `__init__`.
-    """
-    # transformers 5.10 exports it only beside torchvision
-    from transformers.models.auto.image_processing_auto import AutoImageProcessor
-
-    # in transformers 5.3 a processor of Pillow and numpy is one that is not fast
-    pil = {"backend": "pil"} if find_spec("transformers.image_processing_backends") else {"use_fast": False}
-    module, name = _MODULES.get(kind, kind), _PROCESSORS[kind]
-    base = getattr(import_module(f"transformers.models.{module}.processing_{module}"), name)
-    # it has the parts that `__init__` names
-    named = {"__init__": lambda processor, image_processor, tokenizer: begin(processor, image_processor, tokenizer)}
-    image_only = type(f"ImageOnly{name}", (base,), named)
-    return image_only(AutoImageProcessor.from_pretrained(folder, trust_remote_code=False, **pil), tokenizer)
-
-
 class QwenFamily:
     """Qwen2-VL, Qwen2.5-VL, Qwen3-VL: one placeholder per merge_size x merge_size square of patches. `kind`:
     `model_type` of a config.json."""
@@ -276,14 +254,10 @@ class QwenFamily:
     def __init__(self, kind: str) -> None:
         self.kind = kind
 
-    def processor(self, folder: Path, tokenizer: Any) -> Any:
-        """The model's processor, for images only."""
-
-        def begin(processor: Any, image_processor: Any, tokenizer: Any) -> None:
-            parent: Any = super(type(processor), processor)
-            parent.__init__(image_processor, tokenizer, None)
-
-        return _images_only(self.kind, folder, tokenizer, begin)
+    def begin(self, processor: Any, image_processor: Any, tokenizer: Any) -> None:
+        """The `__init__` of the model's processor, for images only."""
+        parent: Any = super(type(processor), processor)
+        parent.__init__(image_processor, tokenizer, None)
 
     def process(self, processor: Any, image: Any) -> tuple[Tensors, str, tuple[int, ...], int]:
         """One image -> tensors, its expansion as text, its grid, and the number of placeholders for that grid.
@@ -343,20 +317,15 @@ class TiledFamily:
         self.slots = side**2 // int(config.get("scale_factor") or 2) ** 2
         """Placeholders of one tile: (image_size / patch_size)**2 / scale_factor**2."""
 
-    def processor(self, folder: Path, tokenizer: Any) -> Any:
-        """See `QwenFamily.processor`."""
+    def begin(self, processor: Any, image_processor: Any, tokenizer: Any) -> None:
+        """Set the attributes of Idefics3's and SmolVLM's `__init__`; SmolVLM's needs num2words for videos."""
+        from transformers.processing_utils import ProcessorMixin
 
-        def begin(processor: Any, image_processor: Any, tokenizer: Any) -> None:
-            """Set the attributes of Idefics3's and SmolVLM's `__init__`; SmolVLM's needs num2words for videos."""
-            from transformers.processing_utils import ProcessorMixin
-
-            processor.fake_image_token, processor.image_token = "<fake_token_around_image>", "<image>"
-            processor.global_image_token = processor.global_image_tag = "<global-img>"
-            processor.image_token_id = tokenizer.convert_tokens_to_ids(processor.image_token)
-            processor.image_seq_len = self.slots
-            ProcessorMixin.__init__(processor, image_processor, tokenizer)
-
-        return _images_only(self.kind, folder, tokenizer, begin)
+        processor.fake_image_token, processor.image_token = "<fake_token_around_image>", "<image>"
+        processor.global_image_token = processor.global_image_tag = "<global-img>"
+        processor.image_token_id = tokenizer.convert_tokens_to_ids(processor.image_token)
+        processor.image_seq_len = self.slots
+        ProcessorMixin.__init__(processor, image_processor, tokenizer)
 
     def process(self, processor: Any, image: Any) -> tuple[Tensors, str, tuple[int, ...], int]:
         """See `QwenFamily.process`. Grid: (rows, columns); (0, 0) where the image is one tile."""
@@ -388,6 +357,27 @@ class TiledFamily:
 
 VisionFamily = QwenFamily | TiledFamily
 """What differs between families of models."""
+
+
+def images_only(family: VisionFamily, folder: Path, tokenizer: Any) -> Any:
+    """The processor of a model, without its video part.
+
+    Args:
+        family: The model's family.
+        folder: Its files.
+        tokenizer: Its tokenizer.
+    """
+    # transformers 5.10 exports it only beside torchvision
+    from transformers.models.auto.image_processing_auto import AutoImageProcessor
+
+    # in transformers 5.3 a processor of Pillow and numpy is one that is not fast
+    pil = {"backend": "pil"} if find_spec("transformers.image_processing_backends") else {"use_fast": False}
+    module, name = _MODULES.get(family.kind, family.kind), _PROCESSORS[family.kind]
+    base = getattr(import_module(f"transformers.models.{module}.processing_{module}"), name)
+    # it has the parts that `__init__` names
+    named = {"__init__": lambda self, image_processor, tokenizer: family.begin(self, image_processor, tokenizer)}
+    image_only = type(f"ImageOnly{name}", (base,), named)
+    return image_only(AutoImageProcessor.from_pretrained(folder, trust_remote_code=False, **pil), tokenizer)
 
 
 def family_of(config: dict[str, Any]) -> VisionFamily | None:

@@ -275,71 +275,68 @@ def plain(value: Any) -> Any:
     Raises:
         AuditError: An array does not match its bytes, or the value exceeds a limit.
     """
-    return _Converter().convert(value, 0)
+    return _converted(value, 0, {})
 
 
-class _Converter:
-    """Converts one file. An object that the file refers to several times is converted once, so no file grows in
-    memory."""
-
-    def __init__(self) -> None:
-        self._done: dict[int, Any] = {}
-
-    def convert(self, value: Any, depth: int) -> Any:
-        if not isinstance(value, list | tuple | dict | Inert):
-            return value
-        if depth > MAX_DEPTH:
-            raise AuditError(f"values are nested more than {MAX_DEPTH} deep")
-        if id(value) not in self._done:
-            if isinstance(value, dict):
-                done: Any = {key: self.convert(item, depth + 1) for key, item in value.items()}
-            elif isinstance(value, Inert):
-                done = self._record(value, depth)
-            else:
-                done = [self.convert(item, depth + 1) for item in value]
-            self._done[id(value)] = done
-        return self._done[id(value)]
-
-    def _record(self, value: Inert, depth: int) -> Any:
-        """What a record of an array, a container or a member of an enumeration stands for, by its last name."""
-        try:
-            match value.name.rpartition(".")[2]:
-                case "_reconstruct":
-                    return self._array(value, depth)
-                case "scalar":
-                    return np.frombuffer(value.args[1], _numpy_type(value.args[0]))[0].item()
-                case "_rebuild_tensor" | "_rebuild_tensor_v2":
-                    storage, offset, size, stride, *_ = value.args
-                    if not isinstance(storage, Storage):
-                        raise AuditError("a tensor of the pickle has no storage")
-                    return storage.view(offset, tuple(size), tuple(stride))
-                case "_rebuild_tensordict_files_consolidated":  # a dict of arrays in one buffer
-                    raw = memoryview(self.convert(value.args[1], depth + 1).tobytes())
-                    return {
-                        key: array_of(raw[start : stop - padding], dtype, tuple(shape))
-                        for key, (dtype, shape, start, stop, padding) in value.args[0]["leaves"].items()
-                    }
-                case "OrderedDict" | "defaultdict":
-                    return self.convert(value.pairs, depth)
-                case "Size":
-                    return [int(item) for item in value.args[0]]
-        except (IndexError, TypeError, ValueError, AttributeError, KeyError, OverflowError) as error:
-            raise AuditError(f"a `{value.name}` of the pickle is damaged ({error})") from error
-        if value.state is None and len(value.args) == 1 and isinstance(value.args[0], str | int):
-            return value.args[0]  # a member of an enumeration
+def _converted(value: Any, depth: int, done: dict[int, Any]) -> Any:
+    """`plain` at a depth. An object that the file refers to several times is converted once and kept in `done`, so no
+    file grows in memory."""
+    if not isinstance(value, list | tuple | dict | Inert):
         return value
+    if depth > MAX_DEPTH:
+        raise AuditError(f"values are nested more than {MAX_DEPTH} deep")
+    if id(value) not in done:
+        if isinstance(value, dict):
+            found: Any = {key: _converted(item, depth + 1, done) for key, item in value.items()}
+        elif isinstance(value, Inert):
+            found = _record(value, depth, done)
+        else:
+            found = [_converted(item, depth + 1, done) for item in value]
+        done[id(value)] = found
+    return done[id(value)]
 
-    def _array(self, value: Inert, depth: int) -> Any:
-        """`numpy._reconstruct`: an array; a list where its elements are objects."""
-        _, shape, dtype, fortran, data = value.state
-        if isinstance(data, list):
-            if prod(shape) != len(data):
-                raise AuditError(f"an array of objects of shape {shape} has {len(data)} elements")
-            return self.convert(data, depth)
-        found = np.frombuffer(data, _numpy_type(dtype))
-        if prod(shape) != len(found):
-            raise AuditError(f"an array of shape {shape} has {len(found)} elements")
-        return found.reshape(shape, order="F" if fortran else "C")
+
+def _record(value: Inert, depth: int, done: dict[int, Any]) -> Any:
+    """What a record of an array, a container or a member of an enumeration stands for, by its last name."""
+    try:
+        match value.name.rpartition(".")[2]:
+            case "_reconstruct":
+                return _array(value, depth, done)
+            case "scalar":
+                return np.frombuffer(value.args[1], _numpy_type(value.args[0]))[0].item()
+            case "_rebuild_tensor" | "_rebuild_tensor_v2":
+                storage, offset, size, stride, *_ = value.args
+                if not isinstance(storage, Storage):
+                    raise AuditError("a tensor of the pickle has no storage")
+                return storage.view(offset, tuple(size), tuple(stride))
+            case "_rebuild_tensordict_files_consolidated":  # a dict of arrays in one buffer
+                raw = memoryview(_converted(value.args[1], depth + 1, done).tobytes())
+                return {
+                    key: array_of(raw[start : stop - padding], dtype, tuple(shape))
+                    for key, (dtype, shape, start, stop, padding) in value.args[0]["leaves"].items()
+                }
+            case "OrderedDict" | "defaultdict":
+                return _converted(value.pairs, depth, done)
+            case "Size":
+                return [int(item) for item in value.args[0]]
+    except (IndexError, TypeError, ValueError, AttributeError, KeyError, OverflowError) as error:
+        raise AuditError(f"a `{value.name}` of the pickle is damaged ({error})") from error
+    if value.state is None and len(value.args) == 1 and isinstance(value.args[0], str | int):
+        return value.args[0]  # a member of an enumeration
+    return value
+
+
+def _array(value: Inert, depth: int, done: dict[int, Any]) -> Any:
+    """`numpy._reconstruct`: an array; a list where its elements are objects."""
+    _, shape, dtype, fortran, data = value.state
+    if isinstance(data, list):
+        if prod(shape) != len(data):
+            raise AuditError(f"an array of objects of shape {shape} has {len(data)} elements")
+        return _converted(data, depth, done)
+    found = np.frombuffer(data, _numpy_type(dtype))
+    if prod(shape) != len(found):
+        raise AuditError(f"an array of shape {shape} has {len(found)} elements")
+    return found.reshape(shape, order="F" if fortran else "C")
 
 
 def _numpy_type(value: Any) -> np.dtype[Any]:

@@ -70,33 +70,29 @@ def observation_trained(rows: Sequence[ExaminedRow], sampled: SamplerRecord | No
                     "trained after the stop token of a reply, where sampling had ended: " + row.quoted(beyond, until),
                     beyond,
                 )
-        if sampled is not None:
-            yield from _not_sampled(row, sampled)
-
-
-def _not_sampled(row: ExaminedRow, sampled: SamplerRecord) -> Iterator[RowFinding]:
-    """Trained runs that begin with a reply of the sampler's record, without a stop token, and go on after it; and
-    replies that the record has in no form."""
-    stops = row.marks.template.stop_set
-    for start, end in row.runs:
-        ids = tuple(row.response[start:end].tolist())
-        length = 0 if ids in sampled.replies else sampled.longest_at(ids)
-        if length and ids[length - 1] not in stops and ids[length] not in stops:
-            yield row.finding(
-                "observation_trained",
-                "error",
-                f"trained after a reply, and not in the sampler's record: {row.quoted(start + length, end)}",
-                start + length,
-            )
-    for reply in row.replies:
-        texts = {row.text(reply.start, reply.end), row.text(reply.start, reply.end - reply.stopped)}
-        if not (sampled.has(reply.ids) or sampled.longest_at(reply.ids) or not texts.isdisjoint(sampled.by_text)):
-            yield row.finding(
-                "observation_trained",
-                "warning",
-                f"trained, and not in the sampler's record: {row.quoted(reply.start, reply.end)}",
-                reply.start,
-            )
+        if sampled is None:
+            continue
+        # runs that begin with a reply of the record, without a stop token, and go on after it
+        stops = row.marks.template.stop_set
+        for start, end in row.runs:
+            ids = tuple(row.response[start:end].tolist())
+            length = 0 if ids in sampled.replies else sampled.longest_at(ids)
+            if length and ids[length - 1] not in stops and ids[length] not in stops:
+                yield row.finding(
+                    "observation_trained",
+                    "error",
+                    f"trained after a reply, and not in the sampler's record: {row.quoted(start + length, end)}",
+                    start + length,
+                )
+        for reply in row.replies:  # those that the record has in no form
+            texts = {row.text(reply.start, reply.end), row.text(reply.start, reply.end - reply.stopped)}
+            if not (sampled.has(reply.ids) or sampled.longest_at(reply.ids) or not texts.isdisjoint(sampled.by_text)):
+                yield row.finding(
+                    "observation_trained",
+                    "warning",
+                    f"trained, and not in the sampler's record: {row.quoted(reply.start, reply.end)}",
+                    reply.start,
+                )
 
 
 def closing_trained(rows: Sequence[ExaminedRow], sampled: SamplerRecord | None) -> Iterator[RowFinding]:

@@ -112,12 +112,11 @@ def svg(machine: MachineSpec | ResolvedMachine, counts: Counts | None = None, ev
         EngineError: the library fast-sugiyama is not installed.
     """
     drawn = picture(machine, counts, events)
-    names = [*drawn.machine.states, *([ANY_STATE] if drawn.has_any_state else [])]
-    edges = [edge for edge in drawn.edges if edge.dest in names]
+    edges = [edge for edge in drawn.edges if edge.dest in drawn.boxes]
     loops = {edge.source: edge for edge in edges if edge.source == edge.dest}
     between = [edge for edge in edges if edge.source != edge.dest]
     nodes = {}
-    for name in names:
+    for name in drawn.boxes:
         ends = max(sum(e.source == name for e in between), sum(e.dest == name for e in between))
         _, action = _action(name, drawn)
         width = max(len(name) * NAME_SIZE * 0.72, len(action) * LABEL_SIZE * 0.61, ends * 18.0, 64.0) + 26.0

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from engine.machine.machine import ResolvedMachine, ResolvedTransition, resolve_machine
+from engine.machine.machine import ResolvedMachine, resolve_machine
 from engine.schemas.base import Struct
 from engine.schemas.machine import MachineSpec
 
@@ -52,11 +52,8 @@ class Picture(Struct, frozen=True, kw_only=True):
 
     machine: ResolvedMachine
     edges: list[DrawnEdge]
-
-    @property
-    def has_any_state(self) -> bool:
-        """Whether there is a box for any state."""
-        return any(edge.source == ANY_STATE for edge in self.edges)
+    boxes: list[str]
+    """The names of the states, and of the box for any state, if there is one."""
 
 
 def picture(
@@ -73,20 +70,20 @@ def picture(
     possible = events or {}
     # Without those from `"*"` in states in which their event never occurs.
     shown = [
-        t
+        (t, (t.trigger, t.dest, t.conditions, t.index))
         for t in resolved.transitions
         if t.source in resolved.states and not (t.wildcard and t.trigger not in possible.get(t.source, {t.trigger}))
     ]
     # Those from `"*"` that apply in every state that is not final.
     standing = set(resolved.states) - resolved.final
-    sources: dict[_Any, set[str]] = {}
-    for t in shown:
+    sources: dict[tuple[str, str, str | None, int | None], set[str]] = {}
+    for t, anywhere in shown:
         if t.wildcard:
-            sources.setdefault(_as_any(t), set()).add(t.source)
+            sources.setdefault(anywhere, set()).add(t.source)
     alike = {key for key, states in sources.items() if states >= standing and len(standing) > 1}
     grouped: dict[tuple[str, str], dict[tuple[str, str | None], int]] = {}
-    for t in shown:
-        source = ANY_STATE if _as_any(t) in alike else t.source
+    for t, anywhere in shown:
+        source = ANY_STATE if anywhere in alike else t.source
         taken = counts.get((t.source, t.trigger, t.dest), 0) if counts is not None else 0
         lines = grouped.setdefault((source, t.dest), {})
         key = (t.trigger, t.conditions)
@@ -102,25 +99,19 @@ def picture(
         )
         for (source, dest), lines in grouped.items()
     ]
-    return Picture(machine=resolved, edges=edges)
-
-
-_Any = tuple[str, str, str | None, int | None]
-
-
-def _as_any(t: ResolvedTransition) -> _Any:
-    return t.trigger, t.dest, t.conditions, t.index
+    any_state = [ANY_STATE] if any(edge.source == ANY_STATE for edge in edges) else []
+    return Picture(machine=resolved, edges=edges, boxes=[*resolved.states, *any_state])
 
 
 def mermaid(machine: MachineSpec | ResolvedMachine, counts: Counts | None = None, events: Events | None = None) -> str:
     """Return the machine as a Mermaid `stateDiagram-v2`. The arguments are those of `picture`."""
     drawn = picture(machine, counts, events)
-    names = _identifiers([*drawn.machine.states, *([ANY_STATE] if drawn.has_any_state else [])])
+    names = _identifiers(drawn.boxes)
     text = ["stateDiagram-v2"]
     for state, spec in drawn.machine.states.items():
         action = f"<br/>{_escape(spec.action)}" if spec.action else ""
         text.append(f'    state "{_escape(state)}{action}" as {names[state]}')
-    if drawn.has_any_state:
+    if ANY_STATE in names:
         text.append(f'    state "{ANY_STATE}" as {names[ANY_STATE]}')
     if drawn.machine.initial in names:
         text.append(f"    [*] --> {names[drawn.machine.initial]}")

@@ -320,7 +320,7 @@ async def play(
     await backend.start()
     slots = Slots(1)  # no scenario waits for a model
     compiled = compile_spec(loaded, template, workers, context=backend.context)
-    compiled = compiled.with_actions(script_actions(compiled.actions, scenario, loaded.spec.limits.episode_seconds))
+    compiled.actions = script_actions(compiled.actions, scenario, loaded.spec.limits.episode_seconds)
     services = open_services(
         ServiceInputs(loaded=loaded, template=template, code=workers, backend=backend, slots=slots, only_scripted=True)
     )
