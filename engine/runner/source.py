@@ -8,7 +8,7 @@ import gc
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import SpecCodeError
@@ -58,6 +58,7 @@ GIVEN_UP = 5
 """Number of crashes from which an episode is not run again."""
 
 
+@dataclass(eq=False)
 class CrashIsolation:
     """Admits episodes by how often each was running when the engine died, so that none can kill the run again.
 
@@ -72,13 +73,12 @@ class CrashIsolation:
         crashes: How many crashes of the engine each episode was running at, by episode id.
     """
 
-    def __init__(self, crashes: Mapping[str, int]) -> None:
-        self.crashes = crashes
-        self._running = 0
-        self._waiting = 0
-        """Number of episodes that wait for all others to end; no other episode is admitted before them."""
-        self._alone = False
-        self._changed = asyncio.Condition()
+    crashes: Mapping[str, int]
+    running: int = 0
+    waiting: int = 0
+    """Number of episodes that wait for all others to end; no other episode is admitted before them."""
+    alone: bool = False
+    changed: asyncio.Condition = field(default_factory=asyncio.Condition)
 
     def given_up(self, episode: str) -> SpecCodeError | None:
         """Return why an episode is not run any more; None if it is run."""
@@ -100,26 +100,26 @@ class CrashIsolation:
             return
         count = self.crashes.get(episode, 0)
         by_itself = count >= BY_ITSELF
-        async with self._changed:
-            self._waiting += by_itself
+        async with self.changed:
+            self.waiting += by_itself
             try:
-                await self._changed.wait_for(
-                    lambda: not self._alone and not (self._running if by_itself else self._waiting)
+                await self.changed.wait_for(
+                    lambda: not self.alone and not (self.running if by_itself else self.waiting)
                 )
             finally:
-                self._waiting -= by_itself
-            self._alone = by_itself
-            self._running += 1
+                self.waiting -= by_itself
+            self.alone = by_itself
+            self.running += 1
         try:
             yield count >= APART
         finally:
-            self._running -= 1
-            self._alone = self._alone and not by_itself
+            self.running -= 1
+            self.alone = self.alone and not by_itself
             await asyncio.shield(self._notify())
 
     async def _notify(self) -> None:
-        async with self._changed:
-            self._changed.notify_all()
+        async with self.changed:
+            self.changed.notify_all()
 
 
 def unfinished_episodes(

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -226,11 +227,11 @@ class Journal:
         return StoreError(f"{self.episode_id}: entry {seq} was given, but the next entry is {self._length}")
 
 
+@dataclass(eq=False)
 class MemoryJournal:
     """The journal of an episode that is not stored. What is appended is durable at once."""
 
-    def __init__(self) -> None:
-        self.entries: list[JournalEntry] = []
+    entries: list[JournalEntry] = field(default_factory=list)
 
     def append(self, entry: JournalEntry, encoded: EncodedRecord) -> Write:
         """Keep the next entry."""

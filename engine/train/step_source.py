@@ -73,14 +73,14 @@ class StepBatch(Struct, frozen=True, kw_only=True, eq=False):
     """The metrics of an update that have a meaning; None: all."""
 
 
+@dataclass(eq=False)
 class StepSource(ABC):
     """Where the rows of a training's steps come from. `train.kind` names its class (`schemas/train.py`)."""
 
     remains: ClassVar[str] = ""
     """What a training without a checkpoint has kept, as the end of a sentence."""
 
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
+    _trainer: Trainer
 
     @property
     def sampled_tokens(self) -> int:

@@ -30,7 +30,7 @@ from engine.spec.added import trains_backend
 from engine.store.lock import RunLock
 from engine.tokens.loading import load_format
 from engine.train.batch_log import BatchLog, BatchRecord, same_loss, to_repeat
-from engine.train.checkpoint import Checkpoints, State
+from engine.train.checkpoint import State, checkpoints_of, read_checkpoint, step_of, write_checkpoint
 from engine.train.distributed import ProcessGroup
 from engine.train.metrics import MetricsLog, finite, read_metrics
 from engine.train.setup import learner_of, source_class, train_spec_of
@@ -98,7 +98,6 @@ class Trainer:
         self._process_group = process_group or ProcessGroup()
         self._on_step = on_step
         self._phase = phase
-        self._checkpoints = Checkpoints(folder, self.train.checkpoints.keep)
         self._newest_checkpoint: Path | None = None
         # of the first plugin that has one
         self._evaluator = next(iter(EVALUATE_TRAINING.made(written(loaded.spec), self)), Evaluator())
@@ -154,11 +153,11 @@ class Trainer:
             self.learner = await asyncio.to_thread(learner_of, self.loaded, self.template, self._process_group)
             if trains_backend(self.spec):
                 self._sync = open_sync(self.spec, self.backend, self.folder, lora=self.train.adapter is not None)
-            resumed = self._checkpoints.newest()
+            resumed = max(checkpoints_of(self.folder), key=step_of, default=None)
             if resumed is None:
                 torch.manual_seed(self.train.seed)
             else:
-                self.state = await asyncio.to_thread(self._checkpoints.read, resumed, self.learner)
+                self.state = await asyncio.to_thread(read_checkpoint, resumed, self.learner)
                 self._newest_checkpoint = resumed
             self._metrics = MetricsLog(self.folder)
             for observer in self.observers:
@@ -214,7 +213,9 @@ class Trainer:
             state.step, state.version = record.step, record.version
             state.groups.add(record.numbers)
             if state.step % self.train.checkpoints.every == 0:
-                self._newest_checkpoint = self._checkpoints.write(state, self.learner)
+                self._newest_checkpoint = write_checkpoint(
+                    self.folder, self.train.checkpoints.keep, state, self.learner
+                )
         self.batch_log.cut(lambda record: record.step <= state.step)
         remaining = [record for record in records if record.step <= state.step]
         for record in remaining:
@@ -379,7 +380,10 @@ class Trainer:
         """Write a checkpoint, unless the weights are still those of the spec's model."""
         if self.state.step:
             with self.timed("checkpoint"):
-                self._newest_checkpoint = await asyncio.to_thread(self._checkpoints.write, self.state, self.learner)
+                keep = self.train.checkpoints.keep
+                self._newest_checkpoint = await asyncio.to_thread(
+                    write_checkpoint, self.folder, keep, self.state, self.learner
+                )
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:

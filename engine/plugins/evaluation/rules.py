@@ -33,14 +33,10 @@ class _Evaluation(Contract):
     sets: dict[str, _Evaluation] = Field(default_factory=dict)
 
 
-class _Train(Contract):
-    eval: _Evaluation
-
-
 class _Spec(Contract):
-    """The section at its position in a spec, so that problems have the right path."""
+    """The section `eval` at its position in a spec, so that problems have the right path."""
 
-    train: _Train
+    train: dict[str, _Evaluation]
 
 
 def _section(ctx: CheckContext) -> TrainEvalSpec | None:
@@ -61,7 +57,7 @@ def _read(ctx: CheckContext) -> tuple[dict[DataPath, _Evaluation], list[Finding]
     found = [Finding(item.message, item.path, item.fix, origin=item.origin) for item in problems]
     if whole is None:
         return {}, found
-    evaluation = whole.train.eval
+    evaluation = whole.train["eval"]
     sets: dict[DataPath, _Evaluation] = {(*EVAL, "sets", name): one for name, one in evaluation.sets.items()}
     return sets or {EVAL: evaluation}, found
 

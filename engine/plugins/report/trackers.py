@@ -16,6 +16,7 @@ import re
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -205,6 +206,7 @@ PROGRESS = "trackers.json"
 """Progress of each tracker: the newest step that was sent to it, and the number of its run."""
 
 
+@dataclass(eq=False)
 class TrackedTraining(TrainingObserver):
     """Sends each step to the trackers of a spec.
 
@@ -214,15 +216,13 @@ class TrackedTraining(TrainingObserver):
         config: The configuration of the training, shown in the trackers.
     """
 
-    def __init__(self, report: ReportSpec, folder: Path, config: Mapping[str, Any]) -> None:
-        self._report = report
-        self._folder = folder
-        self._config = config
-        self._run = report.tracking.name or folder.name
-        self._trackers: dict[str, Tracker] = {}
-        self._progress: dict[str, dict[str, int]] = {}
-        """By tracker: `sent`, the newest step that was sent to it, and `run`, the number of its run."""
-        self._silent: set[str] = set()
+    report: ReportSpec
+    folder: Path
+    config: Mapping[str, Any]
+    _trackers: dict[str, Tracker] = field(default_factory=dict)
+    _progress: dict[str, dict[str, int]] = field(default_factory=dict)
+    """By tracker: `sent`, the newest step that was sent to it, and `run`, the number of its run."""
+    _silent: set[str] = field(default_factory=set)
 
     def began(self) -> None:
         """Open the trackers.
@@ -230,20 +230,20 @@ class TrackedTraining(TrainingObserver):
         Raises:
             TrainError: Kind `train_setup`: a tracker is not installed or could not start.
         """
-        newest = max((int(line["step"]) for line in read_metrics(self._folder)), default=-1)
-        known = json.loads(stored.read_text()) if (stored := self._folder / PROGRESS).exists() else {}
-        for name in self._report.report_to:
+        newest = max((int(line["step"]) for line in read_metrics(self.folder)), default=-1)
+        known = json.loads(stored.read_text()) if (stored := self.folder / PROGRESS).exists() else {}
+        for name in self.report.report_to:
             self._progress[name] = known.get(name, {"sent": newest, "run": 1})
             self._open(name)
 
     def continued(self, step: int) -> None:
         """Send trackers the lines that they lack, and remove steps after this one."""
-        lines = read_metrics(self._folder)
+        lines = read_metrics(self.folder)
         for name, tracker in list(self._trackers.items()):
             progress = self._progress[name]
             if progress["sent"] > step and not tracker.truncate(step):
                 tracker.close()
-                (self._folder / f"{name}_run").unlink(missing_ok=True)  # its next run is a new one
+                (self.folder / f"{name}_run").unlink(missing_ok=True)  # its next run is a new one
                 progress["run"] += 1
                 progress["sent"] = -1
                 self._open(name)
@@ -274,10 +274,11 @@ class TrackedTraining(TrainingObserver):
     def _open(self, name: str) -> None:
         """Open a tracker. The name of its run has a number from the second run on."""
         number = self._progress[name]["run"]
-        run = self._run if number == 1 else f"{self._run}-{number}"
+        name_of_run = self.report.tracking.name or self.folder.name
+        run = name_of_run if number == 1 else f"{name_of_run}-{number}"
         face = next(face for face in installed().plugins.values() if name in face.trackers)
         try:
-            self._trackers[name] = load(face.trackers[name])(self._folder, run, self._config, self._report.tracking)
+            self._trackers[name] = load(face.trackers[name])(self.folder, run, self.config, self.report.tracking)
         except ImportError as error:
             install = f"pip install 'episode-engine[{name}]'" if face.name == "report" else face.install
             raise TrainError(
@@ -300,7 +301,7 @@ class TrackedTraining(TrainingObserver):
                 log.warning(
                     "metrics could not be sent to a tracker; they are in the file",
                     tracker=name,
-                    file=str(self._folder / METRICS),
+                    file=str(self.folder / METRICS),
                     reason=repr(error),
                 )
 
@@ -308,9 +309,9 @@ class TrackedTraining(TrainingObserver):
         if not self._progress:
             return
         state = {name: {**progress, "open": int(not closed)} for name, progress in self._progress.items()}
-        draft = self._folder / f".{PROGRESS}"
+        draft = self.folder / f".{PROGRESS}"
         draft.write_text(json.dumps(state))
-        draft.replace(self._folder / PROGRESS)
+        draft.replace(self.folder / PROGRESS)
 
 
 def observe(loaded: LoadedSpec, folder: Path) -> TrackedTraining | None:

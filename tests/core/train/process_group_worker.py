@@ -20,7 +20,7 @@ from engine.schemas.reward import RewardEvent
 from engine.schemas.sections import read_stored
 from engine.schemas.train import TrainSpec
 from engine.store.rows.row import RowCredit, TrainingRow
-from engine.train.checkpoint import Checkpoints, State
+from engine.train.checkpoint import State, read_checkpoint, write_checkpoint
 from engine.train.credited_rows import RewardKl
 from engine.train.distributed import ProcessGroup, join_process_group
 from engine.train.files import read_tensors, stored_names
@@ -215,11 +215,11 @@ def told_by(learner: Learner, folder: Path) -> tuple[dict[str, Any], dict[str, t
     """Two steps, a checkpoint, a third; and that third again from the checkpoint."""
     rows = rows_for(learner)
     told = [learner.step(rows, number) for number in range(2)]
-    checkpoint = Checkpoints(folder, 1).write(State(step=2, version=2), learner)
+    checkpoint = write_checkpoint(folder, 1, State(step=2, version=2), learner)
     told.append(learner.step(rows, 2))
     tensors = {f"weights.{name}": tensor for name, tensor in weights_of(learner).items()}
     tensors |= {f"state.{name}": tensor for name, tensor in state_of(learner, folder / "state").items()}
-    Checkpoints.read(checkpoint, learner)
+    read_checkpoint(checkpoint, learner)
     told.append(learner.step(rows, 2))
     tensors |= {f"again.{name}": tensor for name, tensor in weights_of(learner).items()}
     tensors |= {f"state-again.{name}": tensor for name, tensor in state_of(learner, folder / "state-again").items()}
@@ -238,7 +238,7 @@ def main(folder: Path, kind: str) -> None:
     numbers["share"] = sum(each.to_local().numel() for each in parameters) / sum(each.numel() for each in parameters)
     numbers["size"] = process_group.size
     for checkpoint in (folder / "one" / "checkpoints").glob("step-*"):  # of one process
-        Checkpoints.read(checkpoint, learner)
+        read_checkpoint(checkpoint, learner)
         numbers["steps"].append(learner.step(rows_for(learner), 2))
     process_group.close()
     save_file(tensors, folder / "told.safetensors")

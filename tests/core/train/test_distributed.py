@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from engine.errors import TrainError
-from engine.train.checkpoint import Checkpoints
+from engine.train.checkpoint import read_checkpoint
 from engine.train.distributed import ProcessGroup, ShardedProcessGroup, join_process_group
 
 sys.path.append(str(Path(__file__).parent))
@@ -98,7 +98,7 @@ def test_several_processes_do_the_steps_of_one(launcher: str, kind: str, process
         assert tensors[name.replace("state.", "state-again.", 1)].equal(tensors[name])
     one, several = Path(numbers["checkpoint"]), Path(told["checkpoint"])
     assert len(list((several / "policy").iterdir())) == processes
-    Checkpoints.read(several, learner)  # one process reads the checkpoint of several
+    read_checkpoint(several, learner)  # one process reads the checkpoint of several
     assert learner.step(rows_for(learner), 2) == pytest.approx(told["steps"][2], rel=1e-6, abs=1e-6)
     parts = ["policy", "optimizer", *(["critic"] if kind in ("probe", "head", "network") else [])]
     same_tensors(state_in(several, parts), state_in(one, parts))

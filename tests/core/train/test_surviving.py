@@ -22,8 +22,9 @@ from engine.runner.runner import Runner
 from engine.schemas.journal import GenerationRecord
 from engine.store import RunStore
 from engine.store.header import RunHeader
+from engine.train import trainer as trainer_module
 from engine.train.batch_log import BatchLog
-from engine.train.checkpoint import Checkpoints, checkpoints_of
+from engine.train.checkpoint import checkpoints_of, read_checkpoint, write_checkpoint
 from engine.train.episode_steps import StoredEpisodes
 from engine.train.learner import Learner
 from engine.train.metrics import MetricsLog, read_metrics
@@ -89,8 +90,8 @@ def exact_spec(train_spec: Any) -> Any:
 PLACES = {
     "before the batch is logged": (BatchLog, "append", 3, False),
     "after the batch is logged": (BatchLog, "append", 3, True),
-    "before the checkpoint": (Checkpoints, "write", 1, False),
-    "between checkpoint and metrics": (Checkpoints, "write", 1, True),
+    "before the checkpoint": (trainer_module, "write_checkpoint", 1, False),
+    "between checkpoint and metrics": (trainer_module, "write_checkpoint", 1, True),
     "after the metrics": (MetricsLog, "write", 2, True),
     "before the first update": (Learner, "step", 1, False),
     "in the middle of an episode": (spec_code.Listener, "respond", 21, False),
@@ -286,7 +287,7 @@ async def test_no_checkpoint_has_a_value_that_is_not_finite(train_spec: Any, tmp
     next(iter(trainer.learner.policy.net.model.parameters())).data[0] = float("inf")
     trainer.state.step = 2
     with pytest.raises(TrainError, match="has values that are not finite") as caught:
-        Checkpoints(trainer.folder, 1).write(trainer.state, trainer.learner)
+        write_checkpoint(trainer.folder, 1, trainer.state, trainer.learner)
     assert caught.value.kind == "diverged"
     assert [path.name for path in (trainer.folder / "checkpoints").iterdir()] == [kept.name]
 
@@ -309,9 +310,9 @@ async def test_a_checkpoint_with_other_parts_is_refused_by_name(train_spec: Any,
     for change, message in OTHER_PARTS:
         (kept / "state.json").write_text(json.dumps(state | change))
         with pytest.raises(TrainError, match=message):
-            Checkpoints.read(kept, trainer.learner)
+            read_checkpoint(kept, trainer.learner)
     (kept / "state.json").write_text(json.dumps(state))
-    assert Checkpoints.read(kept, trainer.learner) == trainer.state
+    assert read_checkpoint(kept, trainer.learner) == trainer.state
 
 
 async def test_tasks_that_have_changed_are_refused(train_spec: Any, tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from engine.schemas.train import TrainSpec
 from engine.spec.load import load_spec
 from engine.store import training as folders
 from engine.store.rows.row import Floats, RowCredit, TrainingRow
-from engine.train.checkpoint import Checkpoints, State, checkpoints_of
+from engine.train.checkpoint import State, checkpoints_of, read_checkpoint, write_checkpoint
 from engine.train.distributed import ProcessGroup
 from engine.train.learner import Learner
 from engine.train.loss_columns import LossColumns
@@ -250,16 +250,16 @@ def test_a_checkpoint_brings_the_critic_back(kind: str, tiny_model_dir: Path, tm
     rows = valued(make_rows())
     whole = learner_of(tiny_model_dir, KINDS[kind], minibatches=2)
     whole.step(rows, 0)
-    checkpoint = Checkpoints(tmp_path, 1).write(State(step=1, version=1), whole)
+    checkpoint = write_checkpoint(tmp_path, 1, State(step=1, version=1), whole)
     fresh = learner_of(tiny_model_dir, KINDS[kind], minibatches=2)
-    Checkpoints.read(checkpoint, fresh)
+    read_checkpoint(checkpoint, fresh)
     assert all(torch.equal(weights(whole)[name], tensor) for name, tensor in weights(fresh).items())
     again = valued(make_rows(seed=1))
     assert whole.step(again, 1) == fresh.step(again, 1)
     assert all(torch.equal(weights(whole)[name], tensor) for name, tensor in weights(fresh).items())
     other = "head" if kind != "head" else "probe"
     with pytest.raises(TrainError, match="the critic of the checkpoint is another one"):
-        Checkpoints.read(checkpoint, learner_of(tiny_model_dir, KINDS[other]))
+        read_checkpoint(checkpoint, learner_of(tiny_model_dir, KINDS[other]))
 
 
 @pytest.mark.parametrize("kind", slow_but(["probe", "head"], "head"))

@@ -27,8 +27,8 @@ from engine.store.loader import read_rows
 from engine.store.lock import RunLock
 from engine.store.rows.export import export_rows, write_jsonl
 from engine.tokens.loading import load_format
+from engine.train import trainer as trainer_module
 from engine.train.batch_log import BatchLog
-from engine.train.checkpoint import Checkpoints
 from engine.train.metrics import MetricsLog, read_metrics
 from engine.train.trainer import Trainer
 from engine.validate import check_spec
@@ -166,7 +166,7 @@ class Killed(BaseException):
 KILLS = [
     (BatchLog, "append", 3, False),
     (BatchLog, "append", 3, True),
-    (Checkpoints, "write", 1, True),
+    (trainer_module, "write_checkpoint", 1, True),
     (MetricsLog, "write", 3, True),
 ]
 
