@@ -78,17 +78,6 @@ class AgentRun(AgentProgram):
         value = float(end.status == 0)
         return [*rewards, RewardEvent(turn="last", name=REWARD, value=value, source=SOURCE, cause=cause)]
 
-    async def final_rewards(self) -> list[RewardEvent]:
-        """Stop the program if it still runs, for example after a limit; return the rewards that are in no record yet.
-
-        Raises:
-            SpecCodeError: The reward of its end cannot be read.
-        """
-        end = None if self.ended else await self.end()
-        self.ended = True
-        await self.close()
-        return [] if end is None else self.end_rewards(end)
-
     def fault(self) -> ApiError | None:
         """See `AgentProgram.fault`."""
         name, count = self._episode.limit, self._episode.limit_count
@@ -173,9 +162,18 @@ class AgentRewards(RewardSource):
         self._is_only_source = only_source(spec)
 
     async def rewards(self, episode: Episode, objects: EpisodeObjects) -> ScoreRecord:
-        """End the program, and return what it gives. Raises: SpecCodeError: the reward cannot be read."""
+        """End the program if it still runs, for example after a limit; return the rewards that are in no record yet.
+
+        Raises:
+            SpecCodeError: The reward of its end cannot be read.
+        """
         run = objects.part(ProgramObjects).run
-        return ScoreRecord(rewards=[] if run is None else await run.final_rewards())
+        if run is None:
+            return ScoreRecord(rewards=[])
+        end = None if run.ended else await run.end()
+        run.ended = True
+        await run.close()
+        return ScoreRecord(rewards=[] if end is None else run.end_rewards(end))
 
     def check(self, episode: Episode) -> None:
         """Raise if a limit ended an episode to which only its program gives rewards, and it gave none."""

@@ -247,15 +247,12 @@ def _keeper() -> _Keeper:
 def _kill_marked(mark: bytes) -> None:
     """Kill every process that has a mark in its environment, until there is none."""
     for _ in range(100):
-        pids = [int(path.parent.name) for path in Path("/proc").glob("[0-9]*/environ") if _has(path, mark)]
+        pids = []
+        for environ in Path("/proc").glob("[0-9]*/environ"):
+            with suppress(OSError):
+                if environ.parent.name != str(os.getpid()) and mark in environ.read_bytes():
+                    pids.append(int(environ.parent.name))
         for pid in pids:
             send_signal(pid)
         if not pids:
             return
-
-
-def _has(environ: Path, mark: bytes) -> bool:
-    try:
-        return environ.parent.name != str(os.getpid()) and mark in environ.read_bytes()
-    except OSError:
-        return False

@@ -62,7 +62,22 @@ class PrefetchingSampler:
 
     def generate(self, request: GenerateRequest) -> Awaitable[Generation]:
         """The reply that was sampled ahead for this prompt; without one, a new reply."""
-        return self._take(request) or self._sampler.generate(request)
+        jobs = None if self._current is None else self._jobs.get(self._current)
+        if not jobs:
+            return self._sampler.generate(request)
+        ahead, task = jobs.popleft()
+        if (
+            np.array_equal(ahead.input_ids, request.input_ids)
+            and ahead.images == request.images
+            and ahead.sampling == request.sampling
+            and ahead.max_new_tokens == request.max_new_tokens
+            and ahead.experts_from == request.experts_from
+            and ahead.messages == request.messages
+            and ahead.tools == request.tools
+        ):
+            return task
+        task.cancel()
+        return self._sampler.generate(request)
 
     def follow(self, episode: Episode, threads: AgentThreads, generate: GenerateAction, inbox: Inbox) -> None:
         """Sample the requests of a program ahead from now on."""
@@ -116,32 +131,9 @@ class PrefetchingSampler:
         self._current = exchange
         self._asked_at = -1 if self._source is None else self._source.episode.turn
 
-    def _take(self, request: GenerateRequest) -> Awaitable[Generation] | None:
-        """The reply to the current request that was sampled ahead; None if there is none for this prompt."""
-        jobs = None if self._current is None else self._jobs.get(self._current)
-        if not jobs:
-            return None
-        sampled_with, task = jobs.popleft()
-        if _same(sampled_with, request):
-            return task
-        task.cancel()
-        return None
-
     def close(self) -> None:
         """Give up all replies that are being sampled."""
         for jobs in self._jobs.values():
             for _, task in jobs:
                 task.cancel()
         self._jobs.clear()
-
-
-def _same(one: GenerateRequest, other: GenerateRequest) -> bool:
-    return (
-        np.array_equal(one.input_ids, other.input_ids)
-        and one.images == other.images
-        and one.sampling == other.sampling
-        and one.max_new_tokens == other.max_new_tokens
-        and one.experts_from == other.experts_from
-        and one.messages == other.messages
-        and one.tools == other.tools
-    )

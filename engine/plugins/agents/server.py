@@ -282,11 +282,9 @@ class _Service:
         if inbox is None:
             raise ApiError("the key belongs to no running episode", status=401, code="invalid_api_key")
         connection.admission.claim(connection, key)
-        if method in ("GET", "HEAD") and path == MODELS_PATH:
-            await connection.json(200, list_models(inbox.session, anthropic=anthropic))
-        elif method in ("GET", "HEAD") and path.startswith(f"{MODELS_PATH}/"):
-            name = unquote(path.removeprefix(f"{MODELS_PATH}/"))
-            await connection.json(200, one_model(name, inbox.session, anthropic=anthropic))
+        if method in ("GET", "HEAD") and (path == MODELS_PATH or path.startswith(f"{MODELS_PATH}/")):
+            name = None if path == MODELS_PATH else unquote(path.removeprefix(f"{MODELS_PATH}/"))
+            await connection.json(200, models(name, inbox.session, anthropic=anthropic))
         elif method == "POST" and path in _REWARDS:
             await connection.json(200, inbox.reward(read_json(await connection.body(_MAX_REWARD))))
         elif method != "POST" or path not in (*APIS, MESSAGES.count_path):
@@ -299,18 +297,15 @@ class _Service:
             counted = inbox.count(MESSAGES.counted(read_json(await connection.body(MAX_BODY)), inbox.session))
             await connection.json(200, {"input_tokens": counted})
         else:
-            await self._reply(inbox, head, await connection.body(MAX_BODY))
-
-    async def _reply(self, inbox: Inbox, head: RequestHead, body: bytes) -> None:
-        api, session = self._api, inbox.session
-        asked = api.read(read_json(body), session)
-        exchange = inbox.ask(asked, head.path, body, head.headers)
-        try:
-            await (self._streamed if asked.stream else self._whole)(asked, exchange, api, session)
-        except ConnectionError:
-            exchange.leave()
-            raise
-        self._newest = exchange
+            body = await connection.body(MAX_BODY)
+            asked = self._api.read(read_json(body), inbox.session)
+            exchange = inbox.ask(asked, path, body, headers)
+            try:
+                await (self._streamed if asked.stream else self._whole)(asked, exchange, self._api, inbox.session)
+            except ConnectionError:
+                exchange.leave()
+                raise
+            self._newest = exchange
 
     async def _whole(self, asked: ModelRequest, exchange: Exchange, api: ModelApi, session: Session) -> None:
         while not exchange.answer.done():
@@ -346,29 +341,25 @@ class _Service:
         await self._connection.json(fault.status, self._api.fault(fault), headers)
 
 
-def one_model(name: str, session: Session, *, anthropic: bool) -> dict[str, Any]:
+def models(name: str | None, session: Session, *, anthropic: bool) -> dict[str, Any]:
     """The model.
 
     Args:
-        name: Its name.
+        name: Its name; None: the list of the one model.
         session: Whose model it is.
         anthropic: Write it as Anthropic's API does.
 
     Raises:
         ApiError: the session's model has another name.
     """
-    if name != session.model:
+    if name is not None and name != session.model:
         text = f"the model {name!r} does not exist; the only model is {session.model!r}"
         raise ApiError(text, param="model", status=404, code="model_not_found")
+    id_ = session.model
+    model: dict[str, Any] = {"id": id_, "object": "model", "created": 0, "owned_by": "episode"}
+    around: dict[str, Any] = {"object": "list", "data": [model]}
     if anthropic:
         created = "1970-01-01T00:00:00Z"
-        return {"type": "model", "id": name, "display_name": name, "created_at": created, "lifecycle": "active"}
-    return {"id": name, "object": "model", "created": 0, "owned_by": "episode"}
-
-
-def list_models(session: Session, *, anthropic: bool) -> dict[str, Any]:
-    """The list of the one model; arguments as of `one_model`."""
-    model = one_model(session.model, session, anthropic=anthropic)
-    if anthropic:
-        return {"data": [model], "first_id": session.model, "last_id": session.model, "has_more": False}
-    return {"object": "list", "data": [model]}
+        model = {"type": "model", "id": id_, "display_name": id_, "created_at": created, "lifecycle": "active"}
+        around = {"data": [model], "first_id": id_, "last_id": id_, "has_more": False}
+    return around if name is None else model

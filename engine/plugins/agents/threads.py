@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from base64 import b64decode
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any
@@ -126,7 +127,15 @@ class AgentThreads:
         """
         keys = []
         for message in messages:
-            content = json.dumps(self._content(message), sort_keys=True, ensure_ascii=True)
+            counted: list[Any] = [message.role]
+            if message.role == "assistant":
+                text = message.text
+                for stop in self.stop_texts:
+                    text = text.rstrip().removesuffix(stop)
+                counted += [text.rstrip(), [[call.name, _plain(call.arguments)] for call in message.tool_calls]]
+            else:
+                counted += [_said(message), message.tool_call_id]
+            content = json.dumps(counted, sort_keys=True, ensure_ascii=True)
             digest = sha256(f"{before}\0{content}".encode()).hexdigest()
             before = self._same.get(digest, digest)
             keys.append(before)
@@ -154,9 +163,11 @@ class AgentThreads:
             covered = at + 1
         repeated = bool(keys) and (keys[-1], tools) in self._requests
         if parent is None:
-            return Continuation(
-                parent=None, covered=0, reason="repeated" if repeated else self._unrelated(messages, keys)
-            )
+            reason = "repeated" if repeated else ""
+            if self._openings and not repeated:
+                longest = self._openings.get(self._opening(messages, keys))
+                reason = "subagent" if longest is None else "condensed" if len(messages) < longest else "edited"
+            return Continuation(parent=None, covered=0, reason=reason)
         if parent.tools != tools:
             return Continuation(parent=parent.turn, covered=covered, reason="tools_changed")
         if any(message.role == "assistant" for message in messages[covered:]):
@@ -206,28 +217,10 @@ class AgentThreads:
         self._turns[turn] = added
         self._replies.setdefault(key, []).append(added)
 
-    def _unrelated(self, messages: Sequence[Message], keys: Sequence[str]) -> str:
-        """The reason of a request that echoes no reply."""
-        if not self._openings:
-            return ""
-        longest = self._openings.get(self._opening(messages, keys))
-        if longest is None:
-            return "subagent"
-        return "condensed" if len(messages) < longest else "edited"
-
     @staticmethod
     def _opening(messages: Sequence[Message], keys: Sequence[str]) -> str:
         first = next((at for at, message in enumerate(messages) if message.role == "user"), len(messages) - 1)
         return keys[first]
-
-    def _content(self, message: Message) -> list[Any]:
-        """What counts of a message, as JSON."""
-        if message.role != "assistant":
-            return [message.role, _said(message), message.tool_call_id]
-        text = message.text
-        for stop in self.stop_texts:
-            text = text.rstrip().removesuffix(stop)
-        return ["assistant", text.rstrip(), [[call.name, _plain(call.arguments)] for call in message.tool_calls]]
 
     # --- the episode --------------------------------------------------------------------------------------
 
@@ -282,22 +275,23 @@ def tools_key(tools: Sequence[dict[str, Any]]) -> str:
 
 
 def _said(message: Message) -> Any:
-    """A content, with digests instead of images; parts without images are one text."""
+    """A content, with digests instead of images, each in a list because a text may look like one; parts without images
+    are one text."""
     if isinstance(message.content, str) or not message.images:
         return message.text
-    return [_digest(part.image) if isinstance(part, ImagePart) else part.text for part in message.content]
-
-
-def _digest(image: str) -> list[str]:
-    """The digest of an image that is given by digest or `data:` URI, in a list because a text may look like one."""
-    if not image.startswith("data:"):
-        return [image]
-    head, _, body = image[5:].partition(",")
-    try:
-        data = b64decode(body) if head.endswith(";base64") else unquote_to_bytes(body)
-    except ValueError:
-        return [image]
-    return ["sha256:" + sha256(data).hexdigest()]
+    said: list[Any] = []
+    for part in message.content:
+        if not isinstance(part, ImagePart):
+            said.append(part.text)
+            continue
+        digest = part.image
+        if digest.startswith("data:"):
+            head, _, body = digest[5:].partition(",")
+            with suppress(ValueError):
+                data = b64decode(body) if head.endswith(";base64") else unquote_to_bytes(body)
+                digest = "sha256:" + sha256(data).hexdigest()
+        said.append([digest])
+    return said
 
 
 def _plain(value: Any) -> Any:
@@ -328,23 +322,21 @@ def newest_reply(episode: Episode, *, logprobs: bool = False) -> ModelReply:
     message = replace(said, content=text, signed=None)
     cut = episode.reply.finish == "length"
     turn = episode.turns[-1]
+    sampled: list[SampledToken] = []
+    if logprobs:  # those of the row
+        conversation, place = episode.conversation, episode.conversation.turns[-1]
+        tape = conversation.tapes[place.branch]
+        ids, values = tape.ids[place.start : place.end], tape.newest_logprobs(place.end - place.start)
+        data_of = conversation.template.fast.data_of
+        sampled = [
+            SampledToken(data=data_of(id_), logprob=value)
+            for id_, value in zip(ids.tolist(), values.tolist(), strict=True)
+        ]
     return ModelReply(
         message=message,
         finish="length" if cut else "tool_calls" if message.tool_calls else "stop",
         prompt_tokens=turn.prompt_tokens,
         reply_tokens=turn.reply_tokens or turn.end - turn.start,
         stopped=stopped,
-        sampled=_sampled(episode.conversation) if logprobs else (),
+        sampled=sampled,
     )
-
-
-def _sampled(conversation: Conversation) -> list[SampledToken]:
-    """The tokens of the newest turn, with the log-probs of its row."""
-    place = conversation.turns[-1]
-    tape = conversation.tapes[place.branch]
-    ids, logprobs = tape.ids[place.start : place.end], tape.newest_logprobs(place.end - place.start)
-    data_of = conversation.template.fast.data_of
-    return [
-        SampledToken(data=data_of(id_), logprob=logprob)
-        for id_, logprob in zip(ids.tolist(), logprobs.tolist(), strict=True)
-    ]

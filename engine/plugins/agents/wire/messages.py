@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from hashlib import sha256
 from typing import Any
@@ -186,12 +186,11 @@ def _messages(item: dict[str, Any], at: str) -> list[Message]:
     role = item.get("role")
     if role == "assistant":
         return [_reply(item, at)]
-    if role == "system":
-        return [Message(role="system", content=_content(item, at, fields.content_part))]
-    if role != "user":
+    if role not in ("user", "system"):
         raise ApiError(f"`{at}.role` must be user, assistant or system", param=f"{at}.role")
-    if not isinstance(item.get("content"), list):
-        return [Message(role="user", content=_content(item, at, _text_or_image))]
+    if role == "system" or not isinstance(item.get("content"), list):
+        part = _text_or_image if role == "user" else fields.content_part
+        return [Message(role=role, content=fields.content(item.get("content"), f"{at}.content", part, null=False))]
     messages: list[Message] = []
     parts: list[ContentPart] = []
     for place, block in fields.objects(item["content"], f"{at}.content"):
@@ -205,12 +204,6 @@ def _messages(item: dict[str, Any], at: str) -> list[Message]:
         answered = fields.identifier(block.get("tool_use_id"), f"{place}.tool_use_id")
         messages.append(Message(role="tool", content=content, tool_call_id=answered))
     return [*messages, Message(role="user", content=fields.joined(parts))] if parts or not messages else messages
-
-
-def _content(
-    item: dict[str, Any], at: str, part: Callable[[dict[str, Any], str], ContentPart]
-) -> str | list[ContentPart]:
-    return fields.content(item.get("content"), f"{at}.content", part, null=False)
 
 
 def _reply(item: dict[str, Any], at: str) -> Message:

@@ -217,15 +217,26 @@ def _messages(items: Sequence[tuple[str, dict[str, Any]]]) -> list[Message]:
 
 
 def _reply_part(item: dict[str, Any], kind: str, at: str) -> Message:
-    """One item of a reply as a message of its own."""
+    """One item of a reply as a message of its own. The text of reasoning is its content, or what this API wrote as its
+    encrypted content."""
     if kind == "reasoning":
-        return Message(role="assistant", reasoning=_reasoning(item, at))
+        parts = [
+            fields.text(part.get("text"), f"{place}.text")
+            for place, part in fields.objects(item.get("content"), f"{at}.content")
+        ]
+        hidden, at = item.get("encrypted_content"), f"{at}.encrypted_content"
+        if not parts and hidden is not None:
+            try:
+                parts = [b64decode(fields.text(hidden, at), validate=True).decode()]
+            except (Base64Error, ValueError):
+                raise ApiError(f"`{at}` is not of this API", param=at) from None
+        return Message(role="assistant", reasoning="".join(parts) or None)
     if kind == "function_call":
         keys = ("call_id", "name", "arguments")
         call = fields.call(item.get("call_id"), item.get("name"), item.get("arguments"), at, keys)
         return Message(role="assistant", tool_calls=[call])
-    part = partial(fields.content_part, texts=("output_text", "input_text", "text"))
-    return Message(role="assistant", content=fields.content(item.get("content"), f"{at}.content", part))
+    said = partial(fields.content_part, texts=("output_text", "input_text", "text"))
+    return Message(role="assistant", content=fields.content(item.get("content"), f"{at}.content", said))
 
 
 def _is_one_reply(draft: Message, part: Message, *, spoken: bool) -> bool:
@@ -252,21 +263,6 @@ def _turn(call_id: str) -> str | None:
 
 def _merged(reply: Message, part: Message) -> Message:
     return replace(reply, content=part.content or reply.content, tool_calls=[*reply.tool_calls, *part.tool_calls])
-
-
-def _reasoning(item: dict[str, Any], at: str) -> str | None:
-    """The text of a reasoning item: its content, or what this API wrote as its encrypted content."""
-    parts = [
-        fields.text(part.get("text"), f"{place}.text")
-        for place, part in fields.objects(item.get("content"), f"{at}.content")
-    ]
-    hidden = item.get("encrypted_content")
-    if not parts and hidden is not None:
-        try:
-            parts = [b64decode(fields.text(hidden, f"{at}.encrypted_content"), validate=True).decode()]
-        except (Base64Error, ValueError):
-            raise ApiError(f"`{at}.encrypted_content` is not of this API", param=f"{at}.encrypted_content") from None
-    return "".join(parts) or None
 
 
 def _other(item: dict[str, Any], kind: str, at: str) -> Message:
