@@ -198,7 +198,17 @@ class GymnasiumEnvironment:
         parts: list[ContentPart] = [TextPart(text=words)] if words else []
         for item in self._show:
             if item == "rgb_array":
-                parts.append(image_part(_image_of(self._env.render())))
+                frame = self._env.render()
+                if not callable(getattr(frame, "save", None)):  # an array, and no image of PIL
+                    from PIL import Image
+
+                    try:
+                        frame = Image.fromarray(frame)
+                    except (TypeError, ValueError, AttributeError, KeyError):
+                        raise AdapterError(
+                            f"render gave a {type(frame).__name__}, which is no frame (uint8 [height, width, 3])"
+                        ) from None
+                parts.append(image_part(frame))
             else:
                 shown = _plain(observation) if item == "observation" else str(self._env.render())
                 parts.append(TextPart(text=shown if isinstance(shown, str) else repr(shown)))
@@ -263,24 +273,6 @@ def _plain(value: Any, decimals: int | None = None) -> Any:
         return value.tolist() if decimals is None else _plain(value.tolist(), decimals)
     rounds = decimals is not None and isinstance(value, float) and math.isfinite(value)
     return round(value, decimals) if rounds else value
-
-
-def _image_of(frame: Any) -> Any:
-    """A rendered frame as a PIL image: an array uint8 [height, width, 3], or an image.
-
-    Raises:
-        AdapterError: it is neither.
-    """
-    if callable(getattr(frame, "save", None)):
-        return frame
-    from PIL import Image
-
-    try:
-        return Image.fromarray(frame)
-    except (TypeError, ValueError, AttributeError, KeyError):
-        raise AdapterError(
-            f"render gave a {type(frame).__name__}, which is no frame (uint8 [height, width, 3])"
-        ) from None
 
 
 # ---- actions, which are written as Python literals: `2`, `[0.5, -1.0]`, `{'move': 1, 'say': 'hi'}`; lists stand for

@@ -95,7 +95,7 @@ class McpServer:
             raise AdapterError("`env` is for servers that are started by a command, not for an address")
         if not self._url and headers:
             raise AdapterError("`headers` are for servers with an address, not for a command")
-        self._use, self._base = use, base
+        self._who, self._base = f"the MCP server `{use}`", base
         self._env, self._headers = dict(env or {}), dict(headers or {})
         self._only, self._prefix, self._start_seconds = only, prefix, start_seconds
         self._ping_seconds = ping_seconds
@@ -145,10 +145,6 @@ class McpServer:
             ended.result(CLOSE_SECONDS)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(CLOSE_SECONDS)
-
-    @property
-    def _who(self) -> str:
-        return f"the MCP server `{self._use}`"
 
     async def _there(self, work: Coroutine[Any, Any, T]) -> T:
         """What work on this server's own loop gives."""
@@ -217,7 +213,14 @@ class McpServer:
             raise AdapterError(f"{self._who} failed: {error_words(error)}{connection.stderr()}") from error
         finally:
             call.cancel()
-        return reply_of_result(result)
+        parts: list[ContentPart] = [_part(block) for block in result.content]
+        text = "\n".join(part.text for part in parts if isinstance(part, TextPart))
+        if either_field(result, "is_error", "isError"):
+            raise AdapterError(text or "the server gave no reason")
+        if not parts:
+            structured = either_field(result, "structured_content", "structuredContent")
+            return ToolReply(content="" if structured is None else orjson.dumps(structured).decode())
+        return ToolReply(content=text if all(isinstance(part, TextPart) for part in parts) else parts)
 
     @contextlib.asynccontextmanager
     async def _transport(self, stderr: Any) -> AsyncIterator[tuple[Any, Any]]:
@@ -259,23 +262,8 @@ class McpTool(DescribedTool):
             raise RuntimeError(str(error)) from None
 
 
-def reply_of_result(result: Any) -> ToolReply:
-    """What a tool of a server answered, as the engine's: text and images.
-
-    Raises:
-        AdapterError: the server says that the call failed, or the content cannot be shown.
-    """
-    parts: list[ContentPart] = [_part(block) for block in result.content]
-    text = "\n".join(part.text for part in parts if isinstance(part, TextPart))
-    if either_field(result, "is_error", "isError"):
-        raise AdapterError(text or "the server gave no reason")
-    if not parts:
-        structured = either_field(result, "structured_content", "structuredContent")
-        return ToolReply(content="" if structured is None else orjson.dumps(structured).decode())
-    return ToolReply(content=text if all(isinstance(part, TextPart) for part in parts) else parts)
-
-
 def _part(block: Any) -> ContentPart:
+    """A block of an answer. Raises: AdapterError: it is neither text nor an image."""
     kind = getattr(block, "type", None)
     if kind == "text":
         return TextPart(text=block.text)
@@ -382,7 +370,11 @@ class McpConnection:
         while True:
             kind = library("mcp", "mcp.types").PaginatedRequestParams
             page = await self.session.list_tools(params=kind(cursor=cursor) if cursor else None)
-            tools += [_item(tool) for tool in page.tools]
+            for tool in page.tools:
+                shape = either_field(tool, "input_schema", "inputSchema")
+                reads_only = either_field(getattr(tool, "annotations", None), "read_only_hint", "readOnlyHint")
+                item = {"name": tool.name, "description": tool.description or "", "parameters": dict(shape or {})}
+                tools.append(item | {"reads_only": bool(reads_only)})
             if len(tools) > MAX_TOOLS:
                 raise AdapterError(f"it offers more than {MAX_TOOLS} tools")
             cursor = either_field(page, "next_cursor", "nextCursor")
@@ -399,16 +391,6 @@ class McpConnection:
                     await into.send(message)
                 elif (garbage := garbage + 1) <= 3:
                     log.warning("an MCP server wrote what is no message", error=error_words(message)[:300])
-
-
-def _item(tool: Any) -> dict[str, Any]:
-    notes = getattr(tool, "annotations", None)
-    return {
-        "name": tool.name,
-        "description": tool.description or "",
-        "parameters": dict(either_field(tool, "input_schema", "inputSchema") or {}),
-        "reads_only": bool(either_field(notes, "read_only_hint", "readOnlyHint")),
-    }
 
 
 def either_field(thing: Any, new: str, old: str) -> Any:

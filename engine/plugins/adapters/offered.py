@@ -27,6 +27,7 @@ from engine.schemas.entry import (
 from engine.spec.code.entry import GROUPS
 from engine.validate.code.source import is_function_environment
 
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _METHODS = {"reset": "environment", "respond": "user"}
 
 
@@ -53,20 +54,17 @@ class Offered:
 
 def offered() -> list[Offered]:
     """All of them: adapters, what ships, and what installed packages offer, by kind and name."""
-    return [*_adapters(), *_shipped(), *sorted(_installed(), key=lambda item: (item.kind, item.name))]
-
-
-def _adapters() -> Iterator[Offered]:
     tables: dict[str, Mapping[str, AdapterFacts | ToolAdapterFacts]] = {
         "adapters": ADAPTERS.of_plugins(),
         "tool_adapters": TOOL_ADAPTERS.of_plugins(),
     }
+    adapters: list[Offered] = []
     for point, table in tables.items():
         for face in installed().plugins.values():
             package = installed().packages[face.name]
             for name in getattr(face, point):
                 facts = table[name]
-                yield Offered(
+                adapter = Offered(
                     kind=point.replace("_", " ").removesuffix("s"),
                     name=name,
                     use=f"adapter: {name}; use: {facts.use}",
@@ -75,6 +73,14 @@ def _adapters() -> Iterator[Offered]:
                     install=facts.install,
                     source="episode-engine" if package.startswith("episode-engine ") else package,
                 )
+                adapters.append(adapter)
+    others: list[Offered] = []
+    for kind, group in {**GROUPS, "adapter": ADAPTERS.group, "tool adapter": TOOL_ADAPTERS.group}.items():
+        for name, points in installed_points(group).items():
+            use = f"adapter: {name}" if kind.endswith("adapter") else name
+            for entry, source in points.items():
+                others.append(Offered(kind=kind, name=name, use=use, entry=entry, source=source))
+    return [*adapters, *_shipped(), *sorted(others, key=lambda item: (item.kind, item.name))]
 
 
 def _shipped() -> Iterator[Offered]:
@@ -85,26 +91,14 @@ def _shipped() -> Iterator[Offered]:
         for file in sorted(Path(root).rglob("*.py")):
             parts = file.relative_to(root).with_suffix("").parts
             for node in ast.parse(file.read_text()).body:
-                kind = _kind(node, in_tools=parts[0] == "tools")
-                if kind is not None and isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                if not isinstance(node, (ast.ClassDef, *_FUNCTIONS)):
+                    continue
+                if isinstance(node, ast.ClassDef):
+                    methods = {item.name for item in node.body if isinstance(item, _FUNCTIONS)}
+                    kind = next((kind for name, kind in _METHODS.items() if name in methods), None)
+                elif is_function_environment(node):
+                    kind = "environment"
+                else:
+                    kind = "tool" if parts[0] == "tools" else None
+                if kind is not None and not node.name.startswith("_"):
                     yield Offered(kind=kind, name=node.name, use=f"engine.environments.{'.'.join(parts)}:{node.name}")
-
-
-def _kind(node: ast.stmt, *, in_tools: bool) -> str | None:
-    if not isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) or node.name.startswith("_"):
-        return None
-    if isinstance(node, ast.ClassDef):
-        methods = {item.name for item in node.body if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef)}
-        return next((kind for name, kind in _METHODS.items() if name in methods), None)
-    if is_function_environment(node):
-        return "environment"
-    return "tool" if in_tools else None
-
-
-def _installed() -> Iterator[Offered]:
-    groups = {**GROUPS, "adapter": ADAPTERS.group, "tool adapter": TOOL_ADAPTERS.group}
-    for kind, group in groups.items():
-        for name, points in installed_points(group).items():
-            use = f"adapter: {name}" if kind.endswith("adapter") else name
-            for entry, source in points.items():
-                yield Offered(kind=kind, name=name, use=use, entry=entry, source=source)

@@ -87,9 +87,15 @@ def _connected(address: str | None, drivers: int) -> Any:
         if address:
             ray.init(address=address, **common)
         else:
-            with _one_host(ray):
+            constants = ray._private.ray_constants  # Ray read the variables when it was imported, maybe before this run
+            constants.ENABLE_RAY_CLUSTER = False
+            ray._raylet.Config.initialize("")
+            ray._raylet.AuthenticationTokenLoader.instance().reset_cache()
+            try:
                 cpus = max(drivers, os.cpu_count() or 1)
                 ray.init(address="local", num_cpus=cpus, include_dashboard=False, **common)
+            finally:
+                constants.ENABLE_RAY_CLUSTER = not constants.IS_WINDOWS_OR_OSX
             _check_private(ray)
     except EngineError:
         ray.shutdown()
@@ -128,19 +134,6 @@ def _private_environment() -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
-
-
-@contextmanager
-def _one_host(ray: Any) -> Iterator[None]:
-    """Let Ray read the variables again, which it read when it was imported, maybe before this run."""
-    constants = ray._private.ray_constants
-    constants.ENABLE_RAY_CLUSTER = False
-    ray._raylet.Config.initialize("")
-    ray._raylet.AuthenticationTokenLoader.instance().reset_cache()
-    try:
-        yield
-    finally:
-        constants.ENABLE_RAY_CLUSTER = not constants.IS_WINDOWS_OR_OSX
 
 
 def _check_private(ray: Any) -> None:

@@ -246,7 +246,15 @@ class DriverRunner:
             self._actors = [remote.remote() for _ in range(self._setup.drivers)]
             works: list[asyncio.Task[None]] = []
             try:
-                await self._present()
+                calls = [asyncio.ensure_future(actor.__ray_ready__.remote()) for actor in self._actors]
+                try:
+                    async with asyncio.timeout(START_SECONDS):
+                        await asyncio.gather(*calls)
+                except TimeoutError:
+                    raise StoreError(
+                        f"Ray has started {sum(call.done() for call in calls)} of {len(calls)} drivers on this machine "
+                        f"in {START_SECONDS:g} s; it needs one free CPU each"
+                    ) from None
                 for slot in range(len(self._actors)):
                     works.append(asyncio.create_task(self._drive(slot), name=f"driver-{slot}"))
                     works[-1].add_done_callback(self._note_failure)
@@ -260,17 +268,6 @@ class DriverRunner:
                 await self._end(works)
                 for actor in self._actors:
                     ray.kill(actor)
-
-    async def _present(self) -> None:
-        calls = [asyncio.ensure_future(actor.__ray_ready__.remote()) for actor in self._actors]
-        try:
-            async with asyncio.timeout(START_SECONDS):
-                await asyncio.gather(*calls)
-        except TimeoutError:
-            raise StoreError(
-                f"Ray has started {sum(call.done() for call in calls)} of {len(calls)} drivers on this machine in "
-                f"{START_SECONDS:g} s; it needs one free CPU each"
-            ) from None
 
     async def _end(self, works: list[asyncio.Task[None]]) -> None:
         self._closing = True

@@ -43,18 +43,13 @@ def drive(loaded: LoadedSpec, folder: Path | None) -> Processes | None:
     from engine.plugins.drivers.processes import DriverProcesses
     from engine.plugins.drivers.rules import number_of_drivers
     from engine.plugins.drivers.spec import DriversSpec
+    from engine.store.store import RunStore
 
     if folder is None or not is_divided(folder):
         if number_of_drivers(loaded.spec) == 1:
             return None
-        if folder is not None and DriversSpec.of(loaded.spec).drivers == "auto" and _begun(folder):
-            return None  # one process began it, and continues it
+        if folder is not None and DriversSpec.of(loaded.spec).drivers == "auto":
+            with RunStore.open(folder, readonly=True) as store, store.snapshot() as connection:
+                if connection.execute("SELECT 1 FROM episodes LIMIT 1").fetchone() is not None:
+                    return None  # one process began it, and continues it
     return DriverProcesses(loaded)
-
-
-def _begun(folder: Path) -> bool:
-    """Whether the run's own store has episodes."""
-    from engine.store.store import RunStore
-
-    with RunStore.open(folder, readonly=True) as store, store.snapshot() as connection:
-        return connection.execute("SELECT 1 FROM episodes LIMIT 1").fetchone() is not None

@@ -142,8 +142,10 @@ class Leases:
             name = next((store for where, store in stores if where == machine and store in existing), None)
             if name is None or name != stores[0][1]:
                 self._free_again(db, self._held.pop(slot, ()))
-            if name is None:
-                name = _name(slot, len(stores))
+            if name is None:  # `3`, and `3b`, `3c`, … after its disk was lost; digits and lower-case letters only
+                lost, letters = len(stores), string.ascii_lowercase
+                ending = "" if not lost else letters[lost] if lost < len(letters) else f"z{lost}"
+                name = f"{slot}{ending}"
                 db.execute("INSERT INTO stores VALUES (?, ?, ?)", (slot, machine, name))
             elif name != stores[0][1]:  # it is the newest one again
                 db.execute("DELETE FROM stores WHERE name = ?", (name,))
@@ -268,12 +270,3 @@ class Leases:
             yield
         except sqlite3.Error as error:
             raise StoreError(f"{self._path}: {error}; is the disk full, or the file damaged?") from error
-
-
-def _name(slot: int, generation: int) -> str:
-    """The name of a driver's store: `3`, and `3b`, `3c`, … after its disk was lost; digits and lower-case letters
-    only."""
-    if not generation:
-        return str(slot)
-    letters = string.ascii_lowercase
-    return f"{slot}{letters[generation]}" if generation < len(letters) else f"{slot}z{generation}"

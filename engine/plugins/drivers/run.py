@@ -151,9 +151,24 @@ async def run_drivers(
 
 
 def result_of(folder: Path, loaded: LoadedSpec, tasks: TaskList, ended: Sequence[Done], *, stopped: bool) -> RunResult:
-    """The result of the run from those of its drivers; `stopped`: a signal ended it. Raises: StoreError: episodes are
-    gone."""
-    summary = summary_of(folder, loaded, tasks, ended)
+    """The result of the run from those of its drivers; `stopped`: a signal ended it.
+
+    Where their summaries are not exactly the episodes that readers list, these episodes are read instead: one was
+    finished in two stores, or in that of a host that is lost, from which its shards are left.
+
+    Raises:
+        StoreError: episodes are gone.
+    """
+    from engine.plugins.drivers.sharded import ShardedRun
+
+    summary = RunSummary(causes=Causes(places(loaded, tasks)), mix=tuple(loaded.spec.tasks.mix or ()))
+    merged = ShardedRun(folder)
+    if merged.finished_by_store() == Counter({done.store: done.summary.episodes for done in ended}):
+        for done in ended:
+            summary.merge(done.summary)
+    else:
+        for trajectory in merged.trajectories():
+            summary.add(trajectory)
     faults = [fault for done in ended for fault in done.faults]
     reason = next((done.stopped for done in ended if done.stopped is not None), None)
     total = len(tasks) * loaded.spec.rollout.samples_per_task
@@ -192,26 +207,6 @@ def prepare_leases(folder: Path, tasks: TaskList, drivers: int, samples: int) ->
         leases.restart(drivers, incomplete)
     finally:
         leases.close()
-
-
-def summary_of(folder: Path, loaded: LoadedSpec, tasks: TaskList, ended: Sequence[Done]) -> RunSummary:
-    """Add up the drivers' summaries; where these are not exactly the episodes that readers list, these episodes are
-    read instead.
-
-    They differ if an episode was finished in two stores, or in that of a host that is lost, from which its shards are
-    left.
-    """
-    from engine.plugins.drivers.sharded import ShardedRun
-
-    found = RunSummary(causes=Causes(places(loaded, tasks)), mix=tuple(loaded.spec.tasks.mix or ()))
-    merged = ShardedRun(folder)
-    if merged.finished_by_store() == Counter({done.store: done.summary.episodes for done in ended}):
-        for done in ended:
-            found.merge(done.summary)
-    else:
-        for trajectory in merged.trajectories():
-            found.add(trajectory)
-    return found
 
 
 class _Crew:

@@ -104,29 +104,21 @@ class ShardedRun(RunReader):
         if source in self._readers:
             return self._readers[source]
         name, is_part = self._sources[source]
-        if is_part:
-            folder = self._cache / "parts" / name
-            if not (folder / database.FILE).is_file():
-                if self._place.folder is not None:
-                    return self._remember(source, RunReader(self._place.folder, self.header, f"{name}.db"))
+        path = (self._cache / "parts" / name if is_part else self.folder / name) / database.FILE
+        if is_part and not path.is_file():
+            if self._place.folder is not None:
+                path = self._place.folder / f"{name}.db"
+            else:
                 try:
-                    self._place.get(f"{name}.db", folder / database.FILE)
+                    self._place.get(f"{name}.db", path)
                 except StoreError as error:
                     raise StoreError(
                         f"shard {name} is not complete: {error}. Copy the file from where it was written"
                     ) from error
-        else:
-            folder = self.folder / name
-        return self._remember(source, RunReader(folder, self.header))
-
-    def _remember(self, source: int, reader: RunReader) -> RunReader:
-        if not reader.path.is_file():
-            raise StoreError(
-                f"shard {self._sources[source][0]} is not complete: {reader.path} does not exist. Copy it from where "
-                "it was written"
-            )
-        self._readers[source] = reader
-        return reader
+        if not path.is_file():
+            raise StoreError(f"shard {name} is not complete: {path} does not exist. Copy it from where it was written")
+        self._readers[source] = RunReader(path.parent, self.header, path.name)
+        return self._readers[source]
 
     def _live(self) -> dict[int, RunReader]:
         """The stores that may still be written, by their number."""

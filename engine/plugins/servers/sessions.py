@@ -152,21 +152,16 @@ class Sessions:
 
     def _opening(self, server: Server) -> Session:
         session = Session(server, self._features())
-        self._run(self._open(session))
+        self._run(self._ask(session, "open_session", {"capacity_of_str_len": 1 << 30, "timeout": IDLE_SECONDS}))
         return session
 
-    async def _open(self, session: Session) -> None:
-        settings = {"capacity_of_str_len": 1 << 30, "timeout": IDLE_SECONDS}
-        session.is_open = await self._ask(session, "open_session", settings)
-
-    async def _ask(self, session: Session, path: str, settings: dict[str, float]) -> bool:
+    async def _ask(self, session: Session, path: str, settings: dict[str, float]) -> None:
         try:
             await session.server.json("POST", f"/{path}", {"session_id": session.id, **settings})
+            session.is_open = path == "open_session"
         except BackendError as error:
             log.debug("a session was not opened or ended", server=session.server.url, reason=str(error))
             self._failed[session.server] += 1
-            return False
-        return True
 
     def _run(self, work: Coroutine[Any, Any, object]) -> None:
         task = asyncio.get_running_loop().create_task(work)

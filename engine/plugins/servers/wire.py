@@ -82,15 +82,6 @@ class EncodedRequest(msgspec.Struct, frozen=True):
         return plain + _CHOICE_BYTES * self.layout.layers * self.layout.top_k * tokens
 
 
-class _Known(msgspec.Struct, frozen=True):
-    ids: np.ndarray
-    """Of a prompt that was sent: the tape's own where they are read-only, since what is on a tape is never changed."""
-    text: tuple[bytes, ...]
-    """Their JSON, without the brackets: each piece is more than twice as long as the next."""
-    size: int
-    """Bytes that both take."""
-
-
 class RequestEncoder:
     """Writes requests in a dialect. It keeps the prompts of the newest episodes, up to `memory` bytes."""
 
@@ -120,7 +111,10 @@ class RequestEncoder:
         self._own_prefixes = f"{secrets.token_hex(8)}/" if own_prefixes else None
         self._memory = memory
         self._used = 0
-        self._known: OrderedDict[str, _Known] = OrderedDict()
+        self._known: OrderedDict[str, tuple[np.ndarray, tuple[bytes, ...], int]] = OrderedDict()
+        """By episode: the ids of the newest prompt, the tape's own where they are read-only, since what is on a tape is
+        never changed; their JSON, without the brackets, each piece more than twice as long as the next; the bytes of
+        both."""
         self._sampling: dict[tuple[int, tuple[int, ...], tuple[int, ...]], tuple[SamplingParams, bytes]] = {}
         fixed = msgspec.json.encode({**dialect.always, dialect.echo: echo}).decode()[1:-1]
         opening, closing = (f'"{dialect.parameters}":{{', "}}") if dialect.parameters else ("", "}")
@@ -196,13 +190,13 @@ class RequestEncoder:
         """Drop the prompt of an episode that has ended."""
         prompt = self._known.pop(episode_id, None)
         if prompt is not None:
-            self._used -= prompt.size
+            self._used -= prompt[2]
 
     def _prompt(self, episode_id: str, ids: np.ndarray) -> tuple[bytes, ...]:
         tail: np.ndarray = ids
         text: tuple[bytes, ...] = ()
-        if (before := self._known.get(episode_id)) is not None and begins_with(ids, before.ids):
-            tail, text = ids[before.ids.size :], before.text
+        if (before := self._known.get(episode_id)) is not None and begins_with(ids, before[0]):
+            tail, text = ids[before[0].size :], before[1]
         if tail.size:
             if np.maximum.reduce(tail.view(np.uint32)) >= self.vocab_size:  # a negative one is the largest
                 at = int(np.flatnonzero(tail.view(np.uint32) >= self.vocab_size)[0])
@@ -212,16 +206,13 @@ class RequestEncoder:
                     kind="bad_prompt",
                 )
             text = _longer(text, text_of(tail))
-        self._remember(episode_id, ids.copy() if ids.flags.writeable else ids, text)
-        return text
-
-    def _remember(self, episode_id: str, ids: np.ndarray, text: tuple[bytes, ...]) -> None:
         self.forget(episode_id)
         size = ids.nbytes + sum(map(len, text))
-        self._known[episode_id] = _Known(ids, text, size)
+        self._known[episode_id] = ids.copy() if ids.flags.writeable else ids, text, size
         self._used += size
         while self._used > self._memory and len(self._known) > 1:
             self.forget(next(iter(self._known)))
+        return text
 
     def _sampling_text(self, request: GenerateRequest, sampled: int) -> bytes:
         """All sampling parameters except length and seed, as JSON without the braces; encoded once per spec."""
@@ -375,7 +366,11 @@ def _arrays(ids: list[int], values: list[Any], vocab_size: int) -> tuple[np.ndar
         inside = False
     if not inside:
         raise ReplyError(f"it holds an id outside the vocabulary of {vocab_size}")
-    logprobs = _float32(values)
+    try:
+        finite = math.isfinite(sum(values))
+        logprobs = np.frombuffer(_packer(f"{len(values)}f")(*values), np.float32) if finite else None
+    except (TypeError, OverflowError):  # a null among them; one too large
+        logprobs = None
     if logprobs is None:
         at = next(at for at, value in enumerate(values) if value is None or not abs(value) <= _FLOAT32_MAX)
         raise ReplyError(f"token {at} has no finite log-prob")
@@ -388,16 +383,6 @@ def _arrays(ids: list[int], values: list[Any], vocab_size: int) -> tuple[np.ndar
 @lru_cache(4096)
 def _packer(form: str) -> Callable[..., bytes]:
     return struct.Struct(form).pack
-
-
-def _float32(values: list[float | None]) -> np.ndarray | None:
-    """The values as float32 [tokens], read-only; None where one is not a finite number."""
-    try:
-        if math.isfinite(sum(values)):  # type: ignore[arg-type]
-            return np.frombuffer(_packer(f"{len(values)}f")(*values), np.float32)
-    except (TypeError, OverflowError):  # a null among them; one too large
-        pass
-    return None
 
 
 @lru_cache(256)

@@ -17,7 +17,7 @@ from written_specs import save_spec, scripted_spec
 from engine.plugins.drivers.actors import Coordinator
 from engine.plugins.drivers.feed import Feed
 from engine.plugins.drivers.leases import LeaseAnswer, Leases
-from engine.plugins.drivers.run import prepare_leases, summary_of
+from engine.plugins.drivers.run import prepare_leases, result_of
 from engine.plugins.drivers.session import Setup, machine_id, of_driver, run_driver, share_of
 from engine.plugins.drivers.shards import create_shards
 from engine.plugins.drivers.spec import DriversSpec
@@ -122,11 +122,11 @@ async def test_a_lost_host_whose_shards_are_left_is_counted_and_an_episode_in_tw
     here = Here(leases)
     ended = await asyncio.gather(*(run_driver(setup, slot, here) for slot in range(2)))
     assert all(done.summary.episodes for done in ended)
-    whole = summary_of(store.folder, loaded, tasks, ended)
+    whole = result_of(store.folder, loaded, tasks, ended, stopped=False).summary
     assert whole.episodes == whole.outcomes.total() == GROUPS * SAMPLES
 
     shutil.rmtree(store.folder / "drivers" / "1")
-    assert summary_of(store.folder, loaded, tasks, ended[:1]).outcomes == whole.outcomes
+    assert result_of(store.folder, loaded, tasks, ended[:1], stopped=False).summary.outcomes == whole.outcomes
     leases.close()
     prepare_leases(store.folder, tasks, 2, SAMPLES)
     again = Leases(store.folder / "leases.db", GROUPS)
@@ -135,7 +135,9 @@ async def test_a_lost_host_whose_shards_are_left_is_counted_and_an_episode_in_tw
     taken = Leases(tmp_path / "others.db", GROUPS)
     twice = await asyncio.gather(run_driver(replace(setup, drivers=3), 2, Here(taken)))
     assert twice[0].summary.episodes == GROUPS * SAMPLES
-    assert summary_of(store.folder, loaded, tasks, [*ended[:1], *twice]).episodes == GROUPS * SAMPLES
+    assert (
+        result_of(store.folder, loaded, tasks, [*ended[:1], *twice], stopped=False).summary.episodes == GROUPS * SAMPLES
+    )
 
 
 async def test_a_group_whose_rows_are_gone_is_free_after_a_resume(

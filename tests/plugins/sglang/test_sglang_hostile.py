@@ -18,7 +18,7 @@ from sglang_cluster import OUTPUT, Call, answers, changed, cluster
 from engine.errors import BackendError
 from engine.plugins.servers.http import reply
 from engine.plugins.servers.http.client import HttpClient
-from engine.plugins.servers.http.reply import HELD, MAX_INTERIM, HttpFailure, MalformedReply, retry_seconds
+from engine.plugins.servers.http.reply import MAX_INTERIM, HttpFailure, MalformedReply, ReplyReader, retry_seconds
 from engine.tokens.template import ChatTemplate
 
 pytestmark = pytest.mark.usefixtures("short_pauses")
@@ -149,7 +149,7 @@ async def test_a_body_larger_than_what_was_asked_for_is_refused(name: str) -> No
     async with writing(head, forever=forever) as client:
         with pytest.raises(MalformedReply, match=r"1000|trailers"):
             await client.request("POST", "/generate", b"{}", most=1000)
-    assert HELD.bytes == 0
+    assert ReplyReader.all_held == 0
 
 
 async def test_the_bound_of_a_reply_follows_from_its_request(chat_format: ChatTemplate) -> None:
@@ -179,7 +179,7 @@ async def test_unfinished_bodies_are_bounded_over_all_connections(monkeypatch: p
         tasks = [asyncio.create_task(client.request("GET", "/")) for _ in range(30)]
         while not any(task.done() for task in tasks):
             await asyncio.sleep(0.001)
-            highest = max(highest, HELD.bytes)
+            highest = max(highest, ReplyReader.all_held)
         failed = [task for task in tasks if task.done()]
         with pytest.raises(MalformedReply, match="incomplete replies of all connections are larger than 200000 bytes"):
             failed[0].result()
@@ -187,7 +187,7 @@ async def test_unfinished_bodies_are_bounded_over_all_connections(monkeypatch: p
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
     assert 0 < highest <= 200_000
-    assert HELD.bytes == 0
+    assert ReplyReader.all_held == 0
 
 
 @settings(derandomize=True, max_examples=examples(60), deadline=None)
@@ -213,7 +213,7 @@ def test_no_bytes_of_a_server_end_in_anything_but_a_reply_or_a_failure(pieces: l
                 pass
 
     asyncio.run(ask())
-    assert HELD.bytes == 0
+    assert ReplyReader.all_held == 0
 
 
 # -- Retry-After

@@ -102,7 +102,15 @@ class Interactions:
         values = (field_of(view.task.fields, place) for place in self._places)
         kwargs: Mapping[str, Any] = next((value for value in values if isinstance(value, Mapping)), {})
         self._kwargs = {str(key): item for key, item in kwargs.items() if item is not None or key == "name"}
-        item = self._chosen(view.task)
+        name = self._kwargs.get("name")
+        if name is None and len(self._declared) == 1:
+            (name,) = self._declared
+        if name not in self._declared:
+            raise ValueError(
+                f"task {view.task.id!r} names the interaction {name!r} (`{self._places[0]}.name`); the YAML has "
+                f"{', '.join(self._declared)}"
+            )
+        item = self._declared[name]
         config = {**(item.get("config") or {}), "name": name_of(item)}
         interaction = one_of_loop(item, lambda: interaction_class(str(item["class_name"]))(config=config))
         self._begun = (interaction, view.episode_id)  # from here on it is finalized, even where starting fails
@@ -110,17 +118,6 @@ class Interactions:
         if isinstance(instance, str) and instance:
             self._begun = (interaction, instance)
         return self._begun
-
-    def _chosen(self, task: Task) -> Mapping[str, Any]:
-        name = self._kwargs.get("name")
-        if name is None and len(self._declared) == 1:
-            return next(iter(self._declared.values()))
-        if name not in self._declared:
-            names = ", ".join(self._declared)
-            raise ValueError(
-                f"task {task.id!r} names the interaction {name!r} (`{self._places[0]}.name`); the YAML has {names}"
-            )
-        return self._declared[name]
 
     async def close(self) -> None:
         """`finalize_interaction`, for every episode that the interaction was told of."""

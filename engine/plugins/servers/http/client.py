@@ -86,21 +86,19 @@ class SharedBuffer:
         server; many requests in a row wake it once."""
 
     def send_all(self) -> None:
-        """Send the waiting requests, except those that were given up."""
+        """Send the waiting requests, except those that were given up. Only the short pieces of one are joined, and
+        nothing of it is kept until the reply arrives."""
         outbox, self.outbox = self.outbox, []
         for connection, call in outbox:
-            if connection.call is call and not call.over.done() and connection.transport is not None:
-                _write(connection.transport, call.pieces)
-
-
-def _write(transport: asyncio.Transport, pieces: tuple[bytes, ...]) -> None:
-    """Send a whole request. Only its short pieces are joined, and nothing of it is kept until the reply arrives."""
-    if max(map(len, pieces)) < _LONG_PIECE:
-        transport.write(b"".join(pieces))
-        return
-    for is_long, group in groupby(pieces, lambda piece: len(piece) >= _LONG_PIECE):
-        for data in group if is_long else (b"".join(group),):
-            transport.write(data)
+            transport = connection.transport
+            if connection.call is not call or call.over.done() or transport is None:
+                continue
+            if max(map(len, call.pieces)) < _LONG_PIECE:
+                transport.write(b"".join(call.pieces))
+                continue
+            for is_long, group in groupby(call.pieces, lambda piece: len(piece) >= _LONG_PIECE):
+                for data in group if is_long else (b"".join(group),):
+                    transport.write(data)
 
 
 class Connection(asyncio.BufferedProtocol):

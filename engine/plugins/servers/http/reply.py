@@ -10,6 +10,7 @@ import re
 import time
 from datetime import UTC
 from email.utils import parsedate_to_datetime
+from typing import ClassVar
 
 import msgspec
 
@@ -149,18 +150,6 @@ KnownHeads = dict[bytes, tuple[int, bool, bytes | None]]
 """Heads without the value of `Content-Length` -> status, whether the connection stays open, `Retry-After`."""
 
 
-class _Held:
-    """Bytes of incomplete bodies, over all connections of the process."""
-
-    __slots__ = ("bytes",)
-
-    def __init__(self) -> None:
-        self.bytes = 0
-
-
-HELD = _Held()
-
-
 class ReplyReader:
     """Reads the replies of one connection, one after the other.
 
@@ -186,6 +175,8 @@ class ReplyReader:
         "status",
         "surplus",
     )
+    all_held: ClassVar[int] = 0
+    """Bytes of incomplete bodies, over all connections of the process."""
 
     def __init__(self, known: KnownHeads) -> None:
         """`known`: heads that were parsed before; shared by the connections to one server."""
@@ -221,7 +212,7 @@ class ReplyReader:
     def release(self) -> None:
         """Drop an incomplete body from the count of all connections."""
         if self.held:
-            HELD.bytes -= self.held
+            ReplyReader.all_held -= self.held
             self.held = 0
 
     def feed(self, buffer: bytearray, view: memoryview, count: int) -> bool:
@@ -328,9 +319,9 @@ class ReplyReader:
         Raises:
             MalformedReply: The incomplete bodies of all connections together are too large.
         """
-        if HELD.bytes + count > MAX_HELD:
+        if ReplyReader.all_held + count > MAX_HELD:
             raise MalformedReply(f"the incomplete replies of all connections are larger than {MAX_HELD} bytes")
-        HELD.bytes += count
+        ReplyReader.all_held += count
         self.held += count
 
     def _read_head(self, head: bytes) -> bool:
@@ -460,19 +451,15 @@ class ChunkedBody:
                 if self._trailers > MAX_LINE:
                     raise MalformedReply(f"the trailers are longer than {MAX_LINE} bytes")
                 continue
-            self._left = _chunk_size(line)
+            digits = line.partition(b";")[0].strip()
+            if not digits or not all(byte in b"0123456789abcdefABCDEF" for byte in digits):
+                raise MalformedReply(f"{digits[:20]!r} is not a chunk size")
+            self._left = int(digits, 16)
             if len(self.data) + self._left > self._most:
                 raise too_large(self._most)
             self._state = "data" if self._left else "trailer"
         del pending[:at]
         return None
-
-
-def _chunk_size(line: bytes) -> int:
-    digits = line.partition(b";")[0].strip()
-    if not digits or not all(byte in b"0123456789abcdefABCDEF" for byte in digits):
-        raise MalformedReply(f"{digits[:20]!r} is not a chunk size")
-    return int(digits, 16)
 
 
 def too_large(most: int) -> MalformedReply:
