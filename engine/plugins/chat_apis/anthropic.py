@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import datetime
 from itertools import takewhile
 from typing import Any
@@ -99,7 +100,11 @@ class AnthropicBackend(ApiBackend):
         }
         if system := [block for message in said for block in _texts(message)]:
             body["system"] = system
-        tools = [_tool(tool["function"]) for tool in request.tools or ()]
+        tools = []
+        for function in (tool["function"] for tool in request.tools or ()):
+            described = {"description": function["description"]} if function.get("description") else {}
+            schema = {"type": "object"} | (function.get("parameters") or {})
+            tools.append({"name": function["name"], **described, "input_schema": schema})
         if tools:
             body["tools"] = tools
         elif called := dict.fromkeys(_name(call.name) for message in messages for call in message.tool_calls):
@@ -172,17 +177,13 @@ class AnthropicBackend(ApiBackend):
         values = {(limit.lower(), what.lower()): value.strip() for limit, what, value in _RATE.findall(reply.head)}
         used_up = [limit for (limit, what), value in values.items() if what == b"remaining" and value == b"0"]
         resets = [values[limit, b"reset"] for limit in used_up if (limit, b"reset") in values]
-        waits = [wait for reset in resets if (wait := _seconds_until(reset)) is not None]
+        waits = []
+        for reset in resets:
+            with suppress(ValueError):  # it is no time in RFC 3339
+                when = datetime.fromisoformat(reset.decode("latin-1"))
+                if when.tzinfo is not None:
+                    waits.append(min(MAX_WAIT, max(0.0, when.timestamp() - time.time())))
         return max(waits, default=None)
-
-
-def _seconds_until(reset: bytes) -> float | None:
-    """Seconds until a time in RFC 3339, from 0 to `MAX_WAIT`; None if it is not one."""
-    try:
-        when = datetime.fromisoformat(reset.decode("latin-1"))
-    except ValueError:
-        return None
-    return None if when.tzinfo is None else min(MAX_WAIT, max(0.0, when.timestamp() - time.time()))
 
 
 def _string(block: dict[str, Any], name: str) -> str:
@@ -214,12 +215,6 @@ def _sampling(sampling: SamplingParams) -> dict[str, Any]:
     return fields
 
 
-def _tool(function: dict[str, Any]) -> dict[str, Any]:
-    schema = {"type": "object"} | (function.get("parameters") or {})
-    described = {"description": function["description"]} if function.get("description") else {}
-    return {"name": function["name"], **described, "input_schema": schema}
-
-
 def _messages(messages: Sequence[Message], url_of: Callable[[str], str]) -> list[dict[str, Any]]:
     """Messages in which roles alternate, the first is of the user, and results come before everything else of
     theirs."""
@@ -230,7 +225,10 @@ def _messages(messages: Sequence[Message], url_of: Callable[[str], str]) -> list
             if not blocks:
                 continue  # an empty reply, which the API refuses; the messages around it become one
         else:
-            role, blocks = "user", [_result(message, url_of)] if message.role == "tool" else _content(message, url_of)
+            role, blocks = "user", _content(message, url_of)
+            if message.role == "tool":
+                result = {"type": "tool_result", "tool_use_id": message.tool_call_id}
+                blocks = [result | ({"content": blocks} if blocks else {})]
         if not sent and role == "assistant":
             sent.append({"role": "user", "content": [_text(NO_TEXT)]})
         if sent and sent[-1]["role"] == role:
@@ -270,12 +268,6 @@ def _content(message: Message, url_of: Callable[[str], str]) -> list[dict[str, A
         for part in message.content
         if not isinstance(part, TextPart) or part.text.strip()
     ]
-
-
-def _result(message: Message, url_of: Callable[[str], str]) -> dict[str, Any]:
-    result: dict[str, Any] = {"type": "tool_result", "tool_use_id": message.tool_call_id}
-    content = _content(message, url_of)
-    return result | ({"content": content} if content else {})
 
 
 def _image(url: str) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from engine.plugins.chat_apis.budget import Usage
 from engine.plugins.chat_apis.spec import OpenAIBackendSpec
 from engine.plugins.servers.http.reply import HttpReply
 from engine.plugins.servers.wire import ReplyError
-from engine.schemas.generation import FinishReason, GenerateRequest, SamplingParams
+from engine.schemas.generation import FinishReason, GenerateRequest
 from engine.schemas.message import Message, TextPart
 
 
@@ -65,13 +65,17 @@ class OpenAIBackend(ApiBackend):
 
     def body(self, request: GenerateRequest, messages: list[Message]) -> dict[str, Any]:
         """See `ApiBackend.body`."""
+        sampling, names = request.sampling, ("top_p", "frequency_penalty", "presence_penalty", "logit_bias")
         body: dict[str, Any] = {
             "model": self._spec.model,
             "messages": [_message(message, self.image_url) for message in messages],
             self._length_name: request.max_new_tokens,
             "seed": request.seed % 2**31,  # the range that every endpoint accepts
-            **_sampling(request.sampling),
+            **{name: getattr(sampling, name) for name in names if getattr(sampling, name) is not None},
+            "temperature": sampling.temperature,
         }
+        if sampling.stop:
+            body["stop"] = sampling.stop
         if request.tools:
             body["tools"] = request.tools
         return body
@@ -94,35 +98,31 @@ class OpenAIBackend(ApiBackend):
             details = counted.prompt_tokens_details
             cached = 0 if details is None else details.cached_tokens or 0
             usage = Usage(prompt=counted.prompt_tokens, cached=cached, output=counted.completion_tokens)
+        finish = FinishReason(type="stop", matched=choice.matched_stop)
+        if choice.finish_reason == "length":
+            finish = FinishReason(type="length")
+        elif choice.finish_reason in ("content_filter", "abort"):
+            finish = FinishReason(type="abort", message=choice.finish_reason)
         return ApiAnswer(
             text=message.content or "",
-            finish=_finish(choice),
+            finish=finish,
             usage=usage,
             reasoning=message.reasoning_content or message.reasoning or None,
             calls=[(call.function.name, call.function.arguments or "") for call in message.tool_calls or ()],
         )
 
 
-def _finish(choice: _Choice) -> FinishReason:
-    if choice.finish_reason == "length":
-        return FinishReason(type="length")
-    if choice.finish_reason in ("content_filter", "abort"):
-        return FinishReason(type="abort", message=choice.finish_reason)
-    return FinishReason(type="stop", matched=choice.matched_stop)
-
-
-def _sampling(sampling: SamplingParams) -> dict[str, Any]:
-    names = ("top_p", "frequency_penalty", "presence_penalty", "logit_bias")
-    fields = {name: getattr(sampling, name) for name in names if getattr(sampling, name) is not None}
-    fields["temperature"] = sampling.temperature
-    if sampling.stop:
-        fields["stop"] = sampling.stop
-    return fields
-
-
 def _message(message: Message, url_of: Callable[[str], str]) -> dict[str, Any]:
     """A message in the form of the protocol. Reasoning is left out: endpoints do not accept it."""
-    made: dict[str, Any] = {"role": message.role, "content": _content(message, url_of)}
+    content: Any = message.content
+    if not isinstance(content, str):
+        content = [
+            {"type": "text", "text": part.text}
+            if isinstance(part, TextPart)
+            else {"type": "image_url", "image_url": {"url": url_of(part.image)}}
+            for part in content
+        ]
+    made: dict[str, Any] = {"role": message.role, "content": content}
     if message.tool_calls:
         made["tool_calls"] = [
             {
@@ -135,14 +135,3 @@ def _message(message: Message, url_of: Callable[[str], str]) -> dict[str, Any]:
     if message.tool_call_id is not None:
         made["tool_call_id"] = message.tool_call_id
     return made
-
-
-def _content(message: Message, url_of: Callable[[str], str]) -> str | list[dict[str, Any]]:
-    if isinstance(message.content, str):
-        return message.content
-    return [
-        {"type": "text", "text": part.text}
-        if isinstance(part, TextPart)
-        else {"type": "image_url", "image_url": {"url": url_of(part.image)}}
-        for part in message.content
-    ]

@@ -75,9 +75,13 @@ class PromptLengths:
         self._template = template
         self._processes = processes
         self._alone = alone
-        self._tools = _schemas(loaded)
+        tools = [tool for tool in loaded.spec.tools if loaded.spec.isolation_of(tool.isolation).mode == "thread"]
+        targets = [(load_entry(str(tool.use), Path(loaded.base)), tool.name) for tool in tools]
+        self._tools = [shape_of(target, name).schema for target, name in targets if not inspect.isclass(target)]
+        """The schemas of the spec's functions that run in this process."""
         self._around: tuple[str, int | None] = ("", None)
-        """The newest tools as JSON, and `_tokens_around` of them: most rows have the same tools."""
+        """The newest tools as JSON, and the tokens that the template writes besides the messages (tools, a default
+        system message), None if that is not known: most rows have the same tools."""
         self._folders = image_folders(loaded.spec.tasks.files, loaded.base)
 
     def of(self, tasks: TaskList, room: int) -> np.ndarray:
@@ -109,7 +113,10 @@ class PromptLengths:
         mine: list[int] = []
         size = 0
         for index, task in enumerate(tasks):
-            messages, tools = self._prompt(task)
+            messages = [*first_messages(self._loaded, task.fields, self._folders), *self._opening(task)]
+            source = self._spec.conversation
+            row_tools = tools_of(task.fields, source) if source is not None else None
+            tools = self._tools if row_tools is None else row_tools
             bound = self._bound(messages, tools)
             if bound is not None and bound <= room:
                 lengths[index] = bound
@@ -142,24 +149,10 @@ class PromptLengths:
         except Exception:  # noqa: BLE001  (the code is the spec's)
             return []
 
-    def _prompt(self, task: Task) -> tuple[list[Message], list[dict[str, Any]]]:
-        source = self._spec.conversation
-        row_tools = tools_of(task.fields, source) if source is not None else None
-        first = first_messages(self._loaded, task.fields, self._folders)
-        return [*first, *self._opening(task)], self._tools if row_tools is None else row_tools
-
     def _bound(self, messages: list[Message], tools: list[dict[str, Any]]) -> int | None:
         """An upper bound of a prompt's length; None if there is none without the tokenizer."""
         if not all(isinstance(message.content, str) and not message.tool_calls for message in messages):
             return None
-        around = self._tokens_around(tools)
-        return (
-            None if around is None else around + sum(len(message.text.encode()) + PER_MESSAGE for message in messages)
-        )
-
-    def _tokens_around(self, tools: list[dict[str, Any]]) -> int | None:
-        """Tokens that the template writes besides the messages: tools, a default system message. None if that is not
-        known."""
         key = json_text(tools)
         if key != self._around[0]:
             try:
@@ -167,7 +160,10 @@ class PromptLengths:
             except EngineError:
                 count = None if tools else 0
             self._around = (key, count)
-        return self._around[1]
+        around = self._around[1]
+        return (
+            None if around is None else around + sum(len(message.text.encode()) + PER_MESSAGE for message in messages)
+        )
 
     def _image_tokens(self, image: ImagePart) -> int:
         """Tokens of an image besides its marker, which is counted with the text."""
@@ -199,13 +195,6 @@ def _without_images(message: Message) -> Message:
     if isinstance(message.content, str):
         return message
     return replace(message, content=[part if isinstance(part, TextPart) else _ANY_IMAGE for part in message.content])
-
-
-def _schemas(loaded: LoadedSpec) -> list[dict[str, Any]]:
-    """The schemas of the spec's functions that run in this process."""
-    tools = [tool for tool in loaded.spec.tools if loaded.spec.isolation_of(tool.isolation).mode == "thread"]
-    targets = [(load_entry(str(tool.use), Path(loaded.base)), tool.name) for tool in tools]
-    return [shape_of(target, name).schema for target, name in targets if not inspect.isclass(target)]
 
 
 def without_overlong(tasks: TaskList, loaded: LoadedSpec, template: ChatTemplate) -> TaskList:

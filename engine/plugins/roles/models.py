@@ -320,26 +320,23 @@ class RoleModel:
     ) -> GenerateRequest:
         prompt = self._format.render(messages, intended=dict(enumerate(intended)))
         served, spec = self._served, self._spec
+        contexts = [self._format.context, served.backend.context]
+        context = min((value for value in contexts if value), default=None)
+        room = spec.turn_tokens if context is None else min(spec.turn_tokens, context - len(prompt))
+        if room < 1:
+            raise ContextOverflow(f"its prompt has {len(prompt)} tokens; the model's context has {context}")
         return GenerateRequest(
             episode_id=self.request_episode(episode_id),
             turn=turn,
             input_ids=np.asarray(prompt, np.int32),
             sampling=spec.sampling,
-            max_new_tokens=self._room(prompt),
+            max_new_tokens=room,
             stop_token_ids=self._stop,
             seed=seed,
             adapter=None if served.borrowed or spec.backend is None else spec.backend.adapter_name,
             base_model=self._base_model,
             messages=list(messages) if served.backend.declared.takes_messages else None,
         )
-
-    def _room(self, prompt: Sequence[int] | np.ndarray) -> int:
-        contexts = [self._format.context, self._served.backend.context]
-        context = min((value for value in contexts if value), default=None)
-        room = self._spec.turn_tokens if context is None else min(self._spec.turn_tokens, context - len(prompt))
-        if room < 1:
-            raise ContextOverflow(f"its prompt has {len(prompt)} tokens; the model's context has {context}")
-        return room
 
     def _fault(self, words: str, kind: str) -> SpecCodeError:
         part = "the user's model" if self._blame == "user" else f"the model of `{self.name}`"

@@ -15,7 +15,6 @@ from engine.terminal import echo, echo_json, visible
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from engine.plugins.scenarios.coverage import Coverage
     from engine.plugins.scenarios.suite import ScenarioResult, SuiteResult
 
 PASSED, DIFFERS, INVALID = 0, 1, 2
@@ -127,6 +126,8 @@ def _print(suites: Sequence[SuiteResult], least: float | None) -> None:
 
 
 def _print_suite(console: Console, suite: SuiteResult, least: float | None) -> None:
+    from engine.plugins.scenarios.coverage import show_edge
+
     console.print(str(suite.spec), style="bold")
     for problem in suite.problems:
         console.print(f"  {problem}", style="red")
@@ -134,8 +135,14 @@ def _print_suite(console: Console, suite: SuiteResult, least: float | None) -> N
         console.print(f"  no scenarios: write {suite.spec.stem}.scenarios.yaml beside it", style="yellow")
     for result in suite.results:
         _print_result(console, result)
-    if suite.coverage is not None:
-        _print_coverage(console, suite.coverage, least, low=too_low(suite, least))
+    if (coverage := suite.coverage) is not None:
+        missing, low = coverage.missing, too_low(suite, least)
+        summary = f"  {len(coverage.taken) - len(missing)} of {len(coverage.taken)} transitions taken"
+        if low:
+            summary += f": {coverage.percent:.1f} %, {least:g} % are required"
+        console.print(summary, style="red" if low else "yellow" if missing else "")
+        for edge in missing:
+            console.print(f"    never: {show_edge(edge)}", style="red" if low else "yellow")
     console.print()
 
 
@@ -154,18 +161,6 @@ def _print_result(console: Console, result: ScenarioResult) -> None:
         console.print(Text(visible(f"      @@ {mismatch.what} @@"), style="cyan"))
         for side, line in mismatch.lines:
             console.print(Text(visible(f"      {side}{line}"), style=_STYLES[side]))
-
-
-def _print_coverage(console: Console, coverage: Coverage, least: float | None, *, low: bool) -> None:
-    from engine.plugins.scenarios.coverage import show_edge
-
-    missing = coverage.missing
-    summary = f"  {len(coverage.taken) - len(missing)} of {len(coverage.taken)} transitions taken"
-    if low and least is not None:
-        summary += f": {coverage.percent:.1f} %, {least:g} % are required"
-    console.print(summary, style="red" if low else "yellow" if missing else "")
-    for edge in missing:
-        console.print(f"    never: {show_edge(edge)}", style="red" if low else "yellow")
 
 
 # ---- json

@@ -51,13 +51,6 @@ def scenarios_of(spec: Path) -> Path | None:
     return next((path for path in beside if path.is_file()), None)
 
 
-def is_scenarios(path: Path, access: Access | None = None) -> bool:
-    """Return whether a file holds scenarios: by its name, `task.scenarios.yaml`, or by its key `scenarios_of`."""
-    if path.suffix not in ENDINGS:
-        return False
-    return path.stem.endswith(SUFFIX) or _named_spec(path, access) is not None
-
-
 def spec_of(path: Path, access: Access | None = None) -> Path:
     """Return the spec of a path: the file itself or, for a file of scenarios, the spec that it names or the one beside
     it."""
@@ -149,7 +142,10 @@ class ScenarioSpecs:
         Raises:
             SpecError: a value of `set` is invalid; the error has its place in the file of scenarios.
         """
-        places = _overrides(scenarios, index)
+        common, of_scenario = scenarios.file.set, scenarios.file.scenarios[index].set
+        given = [(key, value, scenarios.document.origin(("set", key))) for key, value in common.items()]
+        given += [(key, value, scenarios.origin(index, "set", key)) for key, value in of_scenario.items()]
+        places = {f"{key}={json.dumps(value, ensure_ascii=False)}": place for key, value, place in given}
         overrides = (*self._given, *places, _BACKEND)
         if overrides not in self._loaded:
             try:
@@ -185,18 +181,6 @@ class ScenarioSpecs:
             message = f"the spec has no task `{wanted}`"
             raise SpecError([Diagnostic("scenario.unknown-task", "error", message, fix, place)])
         return task
-
-
-def _overrides(scenarios: ScenarioSet, index: int) -> dict[str, Origin | None]:
-    """Return the overrides of a scenario in the form of `--set`, each with its place; those of the whole file come
-    first."""
-    common = {key: (value, scenarios.document.origin(("set", key))) for key, value in scenarios.file.set.items()}
-    of_scenario = scenarios.file.scenarios[index].set
-    here = {key: (value, scenarios.origin(index, "set", key)) for key, value in of_scenario.items()}
-    return {
-        f"{key}={json.dumps(value, ensure_ascii=False)}": place
-        for key, (value, place) in [*common.items(), *here.items()]
-    }
 
 
 def _placed(origin: Origin | None, places: dict[str, Origin | None]) -> Origin | None:
@@ -289,7 +273,7 @@ def scenario_problems(
     """
     from engine.spec.load import UNREADABLE
 
-    if not is_scenarios(path, access):
+    if path.suffix not in ENDINGS or not (path.stem.endswith(SUFFIX) or _named_spec(path, access) is not None):
         return None
     try:
         scenarios = load_scenarios(path, access)

@@ -25,7 +25,7 @@ from engine.actions.calling.code_call import call_spec_code, on_main_loop
 from engine.actions.calling.host import HostedTool
 from engine.actions.objects import ObjectBuilder
 from engine.actions.record_filters import ImageStorer, MemoryImages, record_filters
-from engine.actions.reward_source import JUDGE, SCORER, CodeRewards, RewardSource
+from engine.actions.reward_source import JUDGE, SCORER, CodeRewards
 from engine.actions.services import ServiceInputs, open_services
 from engine.actions.spec_code import ScoreAction, StepAction
 from engine.actions.toolbox import BoundTool, Toolbox
@@ -54,7 +54,6 @@ if TYPE_CHECKING:
         Scenario,
         ScriptedFault,
         ScriptedResult,
-        ScriptedScore,
         ScriptedStep,
         ScriptedUserTurn,
     )
@@ -163,7 +162,9 @@ class ScriptedTools:
         """Return the first result that matches a call; None if the real tool must be called."""
         for index, result in enumerate(self._results):
             spent = result.times is not None and self._served[index] >= result.times
-            if result.tool == name and not spent and _fits(result.arguments, arguments):
+            wanted = result.arguments or {}
+            fits = all(key in arguments and _plain(arguments[key]) == value for key, value in wanted.items())
+            if result.tool == name and not spent and fits:
                 self._served[index] += 1
                 return result
         return None
@@ -206,12 +207,6 @@ def _said(answer: ScriptedResult) -> Any:
     return answer.result
 
 
-def _fits(wanted: Mapping[str, Any] | None, arguments: Mapping[str, Any]) -> bool:
-    if wanted is None:
-        return True
-    return all(name in arguments and _plain(arguments[name]) == value for name, value in wanted.items())
-
-
 def _plain(value: Any) -> Any:
     """Return an argument as JSON, because validation may have made an object of it."""
     if isinstance(value, BaseModel):
@@ -237,14 +232,6 @@ class ScriptedStepAction(StepAction):
         return partial(_scripted_answer, answer, Step, self.blame, self.what)
 
 
-def scripted_rewards(code: Workers, answer: ScriptedScore, source: str) -> RewardSource:
-    """A scripted answer in place of the spec's scorer or judge. The environment's `score` is asked as in a run."""
-    say = partial(_scripted_answer, answer, None, "environment", "the scorer")
-    return CodeRewards(
-        code, lambda objects: say, order=SCORER, source=source, what="the scorer", seconds=SCORER_SECONDS
-    )
-
-
 def script_objects(objects: EpisodeObjects, scenario: Scenario, workers: Workers) -> None:
     """Wrap an episode's objects with a scenario's answers. The objects are closed as usual."""
     if scenario.user:
@@ -264,12 +251,20 @@ def script_actions(
         real = changed[state]
         assert isinstance(real, StepAction)  # `check_scenario` has checked it
         changed[state] = ScriptedStepAction(real, answers)
-    if scenario.scorer is not None:
+    if scenario.scorer is not None:  # in place of the spec's scorer or judge; an environment's `score` is asked as ever
+        say = partial(_scripted_answer, scenario.scorer, None, "environment", "the scorer")
         for state, action in actions.items():
             if isinstance(action, ScoreAction):
                 changed[state] = scripted = copy(action)
                 scorer = next((source for source in action.sources if source.order in (SCORER, JUDGE)), None)
-                rewards = scripted_rewards(action._code, scenario.scorer, "score" if scorer is None else scorer.source)
+                rewards = CodeRewards(
+                    action._code,
+                    lambda objects: say,
+                    order=SCORER,
+                    source="score" if scorer is None else scorer.source,
+                    what="the scorer",
+                    seconds=SCORER_SECONDS,
+                )
                 others = [source for source in action.sources if source is not scorer]
                 scripted.sources = sorted([rewards, *others], key=lambda source: source.order)
     if (late := scenario.out_of_time) is not None:

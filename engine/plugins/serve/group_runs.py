@@ -214,24 +214,21 @@ class GroupRuns:
                 "trained": sum(len(row.places) for row in rows),
                 "advantages": sum(float(abs(row.advantages.astype(float)).sum()) for row in rows),
             },
-            "episodes": [_outcome(trajectory) for trajectory in group.trajectories],
+            "episodes": [
+                {
+                    "episode_id": trajectory.episode_id,
+                    "reward": trajectory.outcome.reward,
+                    "rewards": trajectory.outcome.rewards,
+                    "trainable": trajectory.outcome.trainable,
+                    "solved": trajectory.outcome.solved,
+                    "failure": trajectory.outcome.failure.kind if trajectory.outcome.failure else None,
+                }
+                for trajectory in group.trajectories
+            ],
             "signal": not without_signal(rows),
             "left_out": None if rows else "too_few_episodes" if group.small else "no_rows",
         }
         return ReadyGroup({**note, **about}, rows, {image.digest: (image.mime, image.data) for image in stored})
-
-
-def _outcome(trajectory: Trajectory) -> dict[str, Any]:
-    """What is said about one episode of a group."""
-    outcome = trajectory.outcome
-    return {
-        "episode_id": trajectory.episode_id,
-        "reward": outcome.reward,
-        "rewards": outcome.rewards,
-        "trainable": outcome.trainable,
-        "solved": outcome.solved,
-        "failure": outcome.failure.kind if outcome.failure else None,
-    }
 
 
 def _key(sampling: Mapping[str, Any]) -> bytes:

@@ -179,7 +179,15 @@ class JsonService:
             methods = " and ".join(each.method for each, _ in matches)
             raise ServiceError(405, f"{valid_text(head.path, 200)} takes {methods}", "bad_method")
         if not route.public:
-            value = _read(await connection.body(MAX_BODY))
+            body = await connection.body(MAX_BODY)
+            try:
+                value = read_json(body) if body.strip() else {}
+            except ApiError as error:
+                raise ServiceError(400, str(error), "bad_body") from None
+            if not isinstance(value, dict):
+                raise ServiceError(400, "the body is not a JSON object", "bad_body")
+            if (why := refusal(value)) is not None:
+                raise ServiceError(400, f"the body: {valid_text(why, 300)}", "bad_body")
         headers = head.headers
         return await route.handler(RouteCall(value, headers.get("host", ""), names, headers.get("accept", "")))
 
@@ -220,16 +228,3 @@ class JsonService:
             raise ConnectionAbortedError("the stream failed") from error
         finally:
             await parts.aclose()
-
-
-def _read(body: bytes) -> Mapping[str, Any]:
-    """The object of a body; empty where there is none. Raises ServiceError."""
-    try:
-        value = read_json(body) if body.strip() else {}
-    except ApiError as error:
-        raise ServiceError(400, str(error), "bad_body") from None
-    if not isinstance(value, dict):
-        raise ServiceError(400, "the body is not a JSON object", "bad_body")
-    if (why := refusal(value)) is not None:
-        raise ServiceError(400, f"the body: {valid_text(why, 300)}", "bad_body")
-    return value

@@ -98,7 +98,21 @@ class ServedRun:
             async with self._observers.of_errors():
                 try:
                     await self._backend.start()
-                    runner = self._runner()
+                    processes = None if self._programs is not None else processes_of(self._loaded)
+                    runner: EpisodeRunner
+                    if processes is not None:
+                        runner = processes.episodes(self._store, None, keep_going=True)
+                    else:
+                        runner = Runner(
+                            self._loaded,
+                            self._tasks,
+                            self._template,
+                            self._backend,
+                            self._store,
+                            keep_going=True,
+                            training=self._programs is None,
+                            given=() if self._programs is None else (self._programs,),
+                        )
                     async with runner.serving():
                         await self._serve(runner)
                 finally:
@@ -107,20 +121,6 @@ class ServedRun:
                     raise self._broken[0]
         print_summary(console, runner.summary, seconds=runner.counters.seconds, tokens=runner.counters.tokens)
         return runner.faults
-
-    def _runner(self) -> EpisodeRunner:
-        if self._programs is None and (processes := processes_of(self._loaded)) is not None:
-            return processes.episodes(self._store, None, keep_going=True)
-        return Runner(
-            self._loaded,
-            self._tasks,
-            self._template,
-            self._backend,
-            self._store,
-            keep_going=True,
-            training=self._programs is None,
-            given=() if self._programs is None else (self._programs,),
-        )
 
     async def _serve(self, runner: EpisodeRunner) -> None:
         """Answer requests until `stop`."""

@@ -109,9 +109,13 @@ def sample_prompt(format: ChatTemplate) -> tuple[IntVector, list[int], str | Non
     if vision is None:
         ids = Conversation.begun(format, [Message(role="user", content=text.text)]).prompt()
         return ids, ids.tolist(), None
-    data = _noise_image()
-    digest = digest_of(data)
-    vision.bank.put(digest, data, "image/png")
+    from PIL import Image
+
+    # noise of 150 x 110 pixels: every processor must scale it, and each scales it differently
+    noise, buffer = np.random.default_rng(0).integers(0, 256, (110, 150, 3), np.uint8), io.BytesIO()
+    Image.fromarray(noise).save(buffer, "PNG")
+    digest = digest_of(buffer.getvalue())
+    vision.bank.put(digest, buffer.getvalue(), "image/png")
     conversation = Conversation.begun(format, [Message(role="user", content=[ImagePart(image=digest), text])])
     ids = conversation.prompt()
     return ids, vision.compact(ids, conversation.tapes[0].placed_images()[1]).tolist(), digest
@@ -158,15 +162,6 @@ async def ask_logprobs(
             f"{server.url} does not return the ids and log-probs of a sample prompt: {error!r}",
             kind="wrong_server",
         ) from None
-
-
-def _noise_image() -> bytes:
-    """Make a PNG of noise, 150 x 110 pixels. Every processor must scale it, and each scales it differently."""
-    from PIL import Image
-
-    buffer = io.BytesIO()
-    Image.fromarray(np.random.default_rng(0).integers(0, 256, (110, 150, 3), np.uint8)).save(buffer, "PNG")
-    return buffer.getvalue()
 
 
 MAX_GAP = {"float32": 1e-3}

@@ -135,7 +135,10 @@ class TraceWriter:
             try:
                 trajectory = self._reader.trajectory(episode_id)
                 if self._traces.episodes:
-                    self._write_episode(trajectory)
+                    name = "finished" if trajectory.outcome.failure is None else "failed"
+                    plain = to_json(replace(trajectory, branches=[]), inf_nan_mode="strings", fallback=str)
+                    without_branches = {key: value for key, value in json.loads(plain).items() if key != "branches"}
+                    _append(self._files / f"{name}.jsonl", mask_values(without_branches))
                 if self._builder is not None:
                     row = self._reader.episode(episode_id)
                     spans += self._builder.spans(trajectory, self._reader.journal(episode_id), row.attempt)
@@ -162,12 +165,6 @@ class TraceWriter:
             self._failures += 1
             self._unsent += len(ids)
             self._problem = problem
-
-    def _write_episode(self, trajectory: Trajectory) -> None:
-        name = "finished" if trajectory.outcome.failure is None else "failed"
-        plain = json.loads(to_json(replace(trajectory, branches=[]), inf_nan_mode="strings", fallback=str))
-        del plain["branches"]
-        _append(self._files / f"{name}.jsonl", mask_values(plain))
 
 
 def observe(loaded: LoadedSpec, store: RunStore) -> TraceWriter | None:

@@ -304,8 +304,10 @@ class Documents:
         if name not in NAMES:
             raise StoreError(f"there is no document `{name}`; there are {', '.join(NAMES)}")
         method: Callable[..., Document] = getattr(self, name)
-        for key in _NAMING & parameters.keys():
-            self._open(parameters[key])
+        shown = {source.key.partition("/")[0] for source in self.listing.sources}
+        for named in {parameters[key].partition("/")[0] for key in _NAMING & parameters.keys()} - shown:
+            if self._out is not None and _RUN.fullmatch(named) and (self._out / named).is_dir():
+                self.listing.add([self._out / named])  # one of the folder: an older one, which a link names
         try:
             document = method(**parameters)
             if name in _FIRST:
@@ -316,13 +318,6 @@ class Documents:
             if wrong is None:
                 raise
             raise StoreError(f"`{name}`: {wrong}") from error
-
-    def _open(self, key: str) -> None:
-        """Add the run or training of a key, if it is one of the folder: an older one, which a link names."""
-        name = key.partition("/")[0]
-        shown = {source.key.partition("/")[0] for source in self.listing.sources}
-        if self._out is not None and name not in shown and _RUN.fullmatch(name) and (self._out / name).is_dir():
-            self.listing.add([self._out / name])
 
     def image(self, run: str, digest: str) -> StoredImage:
         """Return an image of a run.

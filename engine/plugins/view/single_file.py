@@ -69,22 +69,17 @@ class SingleFile:
             _key("tokens", row.run, row.episode, branch): _json(self._all.tokens(row.run, row.episode, branch))
             for branch in branches
         }
-        images = self._images_of(row.run, document)
+        shown = [message for turn in document["turns"] for message in turn["shown"] if isinstance(message, dict)]
+        parts = [part for message in (*document["messages"], *shown) for part in message["parts"]]
+        images: dict[str, bytes] = {}  # as `data:` addresses, as JSON, by digest
+        for digest in dict.fromkeys(part["image"] for part in parts if part.get("image") is not None):
+            with suppress(EngineError):  # the page says that the image is not in the file
+                image = self._all.image(row.run, digest)
+                images[digest] = _json(f"data:{image.mime};base64,{base64.b64encode(image.data).decode()}")
         if self._fit(row, episode | tokens, images):
             return
         left_out = self._without_tokens if self._fit(row, episode, images) else self._too_large
         left_out.append(row.episode)
-
-    def _images_of(self, run: str, document: dict[str, Any]) -> dict[str, bytes]:
-        """The images of an episode as `data:` addresses, as JSON, by digest."""
-        shown = [message for turn in document["turns"] for message in turn["shown"] if isinstance(message, dict)]
-        parts = [part for message in (*document["messages"], *shown) for part in message["parts"]]
-        images: dict[str, bytes] = {}
-        for digest in dict.fromkeys(part["image"] for part in parts if part.get("image") is not None):
-            with suppress(EngineError):  # the page says that the image is not in the file
-                image = self._all.image(run, digest)
-                images[digest] = _json(f"data:{image.mime};base64,{base64.b64encode(image.data).decode()}")
-        return images
 
     def _fit(self, row: Row, documents: dict[str, bytes], images: dict[str, bytes]) -> bool:
         """Add the parts of an episode if there is room for all of them."""

@@ -199,29 +199,23 @@ class Contents:
         """Return the summary of a finished episode: of its part of a divided run, or made of its content. Of one that
         is damaged: the problem as its message."""
         if self._last[0] != number:
+            values: tuple[Any, ...] | None = None
             try:
-                if (stored := self._stored(number)) is not None:
-                    self._last = (number, stored)
-                    return stored
-                head = read_head(self.text(number))
-                connection, here = self.of(number)
-                query = "SELECT tokens, weight_versions FROM branches WHERE episode = ?"
-                with codec.damaged("the episode"):
-                    values = summaries.summary_of(head, connection.execute(query, (here,)).fetchall())
+                if self._store.divided:
+                    connection, here = self.of(number)
+                    query = f"SELECT {', '.join(summaries.COLUMNS)} FROM summaries NATURAL JOIN trajectories"
+                    with suppress(sqlite3.OperationalError):  # a part of an older engine has no such table
+                        values = connection.execute(f"{query} WHERE episode = ?", (here,)).fetchone()
+                if values is None:
+                    head = read_head(self.text(number))
+                    connection, here = self.of(number)
+                    query = "SELECT tokens, weight_versions FROM branches WHERE episode = ?"
+                    with codec.damaged("the episode"):
+                        values = summaries.summary_of(head, connection.execute(query, (here,)).fetchall())
             except StoreError as error:
                 values = (str(error), *[None] * (len(summaries.COLUMNS) - 1))
             self._last = (number, values)
         return self._last[1]
-
-    def _stored(self, number: int) -> tuple[Any, ...] | None:
-        if not self._store.divided:
-            return None
-        connection, here = self.of(number)
-        query = f"SELECT {', '.join(summaries.COLUMNS)} FROM summaries NATURAL JOIN trajectories WHERE episode = ?"
-        row: tuple[Any, ...] | None = None
-        with suppress(sqlite3.OperationalError):  # a part of an older engine has no such table
-            row = connection.execute(query, (here,)).fetchone()
-        return row
 
     def feedback(self, number: int, attempt: int) -> dict[str, Any]:
         """Return the variable `feedback` at the end of an episode."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from engine.errors import StoreError, TrainError
@@ -60,7 +61,10 @@ def find(word: str | Path, out: Path | str = "runs") -> Path:
             return place
     there = trainings(Path(out))
     if str(word) == "latest":
-        dated = [(created, folder) for folder in there if stores_of(folder) and (created := _begun(folder)) is not None]
+        dated: list[tuple[float, Path]] = []
+        for folder in filter(stores_of, there):
+            with suppress(TrainError):  # its header is damaged
+                dated.append((read_header(folder).created, folder))
         if list_runs(out) or not dated:
             run = find_run("latest", out)
             with RunStore.open(run, readonly=True) as store:
@@ -88,14 +92,6 @@ def episodes_of(folder: Path) -> Path:
     if not (folder / ROLLOUTS / RUN_FILE).is_file():
         raise StoreError(f"{folder} has no episodes: a training of kind `sft` samples none, and a new one has none yet")
     return folder / ROLLOUTS
-
-
-def _begun(training: Path) -> float | None:
-    """When a training was begun; None if its header is damaged."""
-    try:
-        return read_header(training).created
-    except TrainError:
-        return None
 
 
 def stores_of(training: Path) -> list[Path]:

@@ -63,7 +63,11 @@ class TokenTexts:
         texts: list[str] = []
         while len(texts) < len(ids):
             at = len(texts)
-            text, count = self._one(ids[at]), 1
+            id_, count = ids[at], 1
+            if id_ not in self._pieces:
+                in_range = 0 <= id_ < self._tokenizer.size
+                self._pieces[id_] = self._tokenizer.piece(id_) if in_range else f"<{id_}>"
+            text = self._pieces[id_]
             while _PARTIAL in text and count < _LONGEST and at + count < len(ids):
                 joined = self.decode(ids[at : at + count + 1])
                 count += 1
@@ -74,13 +78,6 @@ class TokenTexts:
                 count = 1  # no following token completes it
             texts += [text, *[""] * (count - 1)]
         return texts
-
-    def _one(self, id_: int) -> str:
-        assert self._tokenizer is not None
-        if id_ not in self._pieces:
-            in_range = 0 <= id_ < self._tokenizer.size
-            self._pieces[id_] = self._tokenizer.piece(id_) if in_range else f"<{id_}>"
-        return self._pieces[id_]
 
 
 @lru_cache(maxsize=8)
