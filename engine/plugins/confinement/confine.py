@@ -155,14 +155,11 @@ def plan(memory: int, processes: int | None, user: str | None, folders: Sequence
 def _readable(confinement: Confinement, folders: Sequence[str]) -> Confinement:
     """The same confinement, with the capability to read if a folder needs it."""
     wanted = [Path(folder) for folder in folders if Path(folder).exists()]
-
-    def all_readable() -> bool:
-        return all(map(_can_read, wanted))
-
-    if _binds(confinement, all_readable):
+    can_read_all = partial(_can_read, *wanted)
+    if _binds(confinement, can_read_all):
         return confinement
     reading = replace(confinement, reads=True)
-    if _binds(reading, all_readable):
+    if _binds(reading, can_read_all):
         return reading
     closed = [str(path) for path in wanted if not _binds(confinement, partial(_can_read, path))]
     raise Refused(
@@ -172,12 +169,13 @@ def _readable(confinement: Confinement, folders: Sequence[str]) -> Confinement:
     )
 
 
-def _can_read(path: Path) -> bool:
+def _can_read(*paths: Path) -> bool:
     try:
-        if path.is_dir():
-            next(path.iterdir(), None)
-        else:
-            path.open("rb").close()
+        for path in paths:
+            if path.is_dir():
+                next(path.iterdir(), None)
+            else:
+                path.open("rb").close()
     except OSError:
         return False
     return True

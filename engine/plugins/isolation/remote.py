@@ -305,7 +305,13 @@ class RemoteObject(HostedObject):
             except ValidationError as error:
                 raise self._bad(what, f"returned an invalid {wanted}: {error}", blame) from None
         if kind == RAISED:
-            raise self._raised(text, what, blame)
+            report = read_error(text)
+            memory = f" (isolation.memory is {self._cell.memory} bytes)" if report["type"] == "MemoryError" else ""
+            error_kind, message = f"{blame}_error", f"{what} raised {report['type']}: {report['message']}{memory}"
+            if report["kind"] is not None and _KIND.fullmatch(report["kind"]):
+                error_kind, message = report["kind"], report["message"]
+            cause = RuntimeError(f"{report['message'] or report['type']}{memory}")
+            raise SpecCodeError(message, blame=blame, kind=error_kind, trace=report["trace"]) from cause
         try:
             words = str(json.loads(text))
         except ValueError:
@@ -322,17 +328,6 @@ class RemoteObject(HostedObject):
         return SpecCodeError(
             f"{what} {words}", blame=blame, kind=f"{blame}_bad_result" if blame == "tool" else f"{blame}_bad_reply"
         )
-
-    def _raised(self, text: bytes, what: str, blame: Blame) -> SpecCodeError:
-        report = read_error(text)
-        kind = f"{blame}_error"
-        memory = f" (isolation.memory is {self._cell.memory} bytes)" if report["type"] == "MemoryError" else ""
-        message = f"{what} raised {report['type']}: {report['message']}{memory}"
-        if report["kind"] is not None and _KIND.fullmatch(report["kind"]):
-            kind, message = report["kind"], report["message"]
-        error = SpecCodeError(message, blame=blame, kind=kind, trace=report["trace"])
-        error.__cause__ = RuntimeError(f"{report['message'] or report['type']}{memory}")
-        return error
 
     def _failure(self, lost: WorkerLost, what: str, blame: Blame) -> SpecCodeError:
         hint = "; give it a longer deadline or make it faster" if lost.why == "timeout" else ""

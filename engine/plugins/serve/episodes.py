@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
@@ -24,7 +23,6 @@ from engine.plugins.serve.http import JsonService, RouteAnswer, RouteCall, Servi
 from engine.store.store import episode_id_of
 
 if TYPE_CHECKING:
-    from engine.plugins.agents.program import Endpoint
     from engine.runner.runner import Runner
     from engine.schemas.environment import Task
     from engine.schemas.trajectory import Trajectory
@@ -34,15 +32,6 @@ RETRY_SECONDS = 5
 """`Retry-After` where every place is taken."""
 MOST_ENDED = 10_000
 """Ended episodes whose results are kept for a second request to end them."""
-
-
-@dataclass(slots=True)
-class _Open:
-    """An episode that is open."""
-
-    program: ServedProgram
-    endpoint: Endpoint
-    work: asyncio.Task[Trajectory | None]
 
 
 class ServedEpisodes:
@@ -75,7 +64,8 @@ class ServedEpisodes:
         self._done = store.finished()
         self._work: dict[str, asyncio.Task[Trajectory | None]] = {}
         """The episodes that run, also those that are not open yet, by id."""
-        self._open: dict[str, _Open] = {}
+        self._open: dict[str, ServedProgram] = {}
+        """The programs of the open episodes, which know their endpoints, by id."""
         self._ended: dict[str, tuple[str | None, Mapping[str, Any]]] = {}
         """The keys and results of ended episodes, by id."""
         self._places: dict[str, int] | None = None
@@ -134,9 +124,8 @@ class ServedEpisodes:
             program = expected.result()
             await _first_of(program.endpoint, work)
             if program.endpoint.done() and not work.done():
-                opened = _Open(program, program.endpoint.result(), work)
-                self._open[episode] = opened
-                return RouteAnswer(_shown(episode, opened, call.host), 201)
+                self._open[episode] = program
+                return RouteAnswer(_shown(episode, program, call.host), 201)
         _, ended = self._ended.get(episode, (None, {}))
         why = ended.get("failure") or {"message": "; ".join(self._runner.faults[-1:]) or "the service is ending"}
         raise ServiceError(500, f"{episode} ended before its program could begin: {why['message']}", "not_opened")
@@ -164,19 +153,19 @@ class ServedEpisodes:
 
     def _key(self, names: Mapping[str, str]) -> str | None:
         """The key with which an episode may be ended, also once more."""
-        opened = self._open.get(names["id"])
-        return opened.endpoint.key if opened is not None else self._ended.get(names["id"], (None, {}))[0]
+        program = self._open.get(names["id"])
+        return self._ended.get(names["id"], (None, {}))[0] if program is None else program.endpoint.result().key
 
     async def _finish(self, call: RouteCall, end: Callable[[ServedProgram], None]) -> RouteAnswer:
         episode = call.names["id"]
-        opened = self._open.get(episode)
-        if opened is None:
+        program = self._open.get(episode)
+        if program is None:
             if episode in self._ended:
                 return RouteAnswer(self._ended[episode][1])
             state = "it has ended" if episode in self._done else "open it with POST /episodes"
             raise ServiceError(404, f"{episode!r} is not open; {state}", "not_open")
-        end(opened.program)
-        await asyncio.wait([opened.work])
+        end(program)
+        await asyncio.wait([self._work[episode]])
         if episode not in self._ended:
             raise ServiceError(
                 503, f"{episode} was stopped before its end; it begins again when it is opened", "stopped"
@@ -193,8 +182,8 @@ class ServedEpisodes:
             if trajectory is not None:
                 self._runner.count(trajectory)
                 self._done.add(episode)
-                opened = self._open.get(episode)
-                self._ended[episode] = (opened.endpoint.key if opened else None, _result(trajectory))
+                program = self._open.get(episode)
+                self._ended[episode] = (program.endpoint.result().key if program else None, _result(trajectory))
                 if len(self._ended) > MOST_ENDED:
                     del self._ended[next(iter(self._ended))]
             return trajectory
@@ -242,9 +231,9 @@ async def _first_of(*waited: asyncio.Future[Any]) -> None:
     await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
 
 
-def _shown(episode: str, opened: _Open, host: str) -> Mapping[str, Any]:
+def _shown(episode: str, program: ServedProgram, host: str) -> Mapping[str, Any]:
     """What a program needs. Its addresses are those by which it reached the service."""
-    endpoint = opened.endpoint
+    endpoint = program.endpoint.result()
     address = f"http://{host}" if host else endpoint.address
     return {
         "episode": episode,
@@ -253,7 +242,7 @@ def _shown(episode: str, opened: _Open, host: str) -> Mapping[str, Any]:
         "reward_url": f"{address}{REWARD_PATH}",
         "model": endpoint.model,
         "url": f"{address}/episodes/{quote(episode, safe='')}",
-        "task": opened.program.task,
+        "task": program.task,
     }
 
 

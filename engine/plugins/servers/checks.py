@@ -19,7 +19,6 @@ from engine.plugins.servers.http.reply import HttpReply, error_text
 from engine.plugins.servers.launched import launched_servers
 from engine.plugins.servers.pool import Server
 from engine.plugins.servers.wire import ReplyError, RequestEncoder, read_reply
-from engine.schemas.base import Struct
 from engine.schemas.generation import GenerateRequest, SamplingParams
 
 if TYPE_CHECKING:
@@ -32,15 +31,6 @@ TRIAL_SECONDS = 120.0
 """Time limit of a test request in seconds: a first request may compile a grammar or load an adapter."""
 SAMPLE_TEXT = "Wie viel ist 17 × 25? <answer>425</answer>\n\tdef f(x): return x ** 2  # naïve 𝒙\n"
 """Text that both tokenizers encode."""
-
-
-class ServerFacts(Struct, frozen=True, kw_only=True):
-    """Facts about one server, or about all of them together."""
-
-    vocab_size: int
-    """Ids below it may be sent."""
-    context: int | None
-    """Maximum length of prompt and reply together; None: not reported."""
 
 
 async def ask(server: Server, path: str, body: dict[str, Any] | bytes) -> HttpReply:
@@ -126,8 +116,9 @@ class CheckedServers(ServersBackend):
             BackendError: It reports something else than rows need.
         """
 
-    async def check_server(self, server: Server, sampling: SamplingParams) -> ServerFacts:
+    async def check_server(self, server: Server, sampling: SamplingParams) -> tuple[int, int | None]:
         """Check one server: at the start, and when it is back after a failure, since it may serve another model then.
+        Returns its vocabulary, below which ids may be sent, and its context, None where that is not reported.
 
         Raises:
             BackendError: It cannot be reached (kind `unreachable`), or cannot serve this spec.
@@ -141,7 +132,7 @@ class CheckedServers(ServersBackend):
         vocab_size = await self._check_ids(server)
         await self._try_sampling(server, sampling, vocab_size)
         await self.check_replies(server, sampling, vocab_size)
-        return ServerFacts(vocab_size=vocab_size, context=context)
+        return vocab_size, context
 
     async def _check_ids(self, server: Server) -> int:
         """Check that a server's tokenizer and vocabulary are those of the spec's model. Returns the number of its ids.
@@ -210,16 +201,16 @@ class CheckedServers(ServersBackend):
             )
         log.warning("prompts are not compared: the server does not report them", url=server.url)
 
-    async def check_servers(self, sampling: SamplingParams) -> ServerFacts:
+    async def check_servers(self, sampling: SamplingParams) -> tuple[int, int | None]:
         """Check all servers at once. A server that cannot be reached is left out until it is back, if another one is
-        available.
+        available. Returns their smallest vocabulary and context.
 
         Raises:
             OutageError: No server can be reached.
             BackendError: A server has another model, or refuses this spec's sampling.
         """
         pool = self.pool
-        facts: list[ServerFacts] = []
+        sizes: list[tuple[int, int | None]] = []
         absent: list[BackendError] = []
         outcomes = await asyncio.gather(
             *(self.check_server(server, sampling) for server in pool.workers), return_exceptions=True
@@ -232,13 +223,13 @@ class CheckedServers(ServersBackend):
             elif isinstance(outcome, BaseException):
                 raise outcome
             else:
-                facts.append(outcome)
-        if not facts:
+                sizes.append(outcome)
+        if not sizes:
             raise OutageError(
                 f"no {self.dialect.servers} server can be reached: " + "; ".join(map(str, absent)), kind="unreachable"
             )
-        contexts = [of_one.context for of_one in facts if of_one.context is not None]
-        return ServerFacts(vocab_size=min(of_one.vocab_size for of_one in facts), context=min(contexts, default=None))
+        contexts = [context for _, context in sizes if context is not None]
+        return min(vocab_size for vocab_size, _ in sizes), min(contexts, default=None)
 
     async def check_sampling(self, sampling: SamplingParams) -> None:
         """See `Backend.check_sampling`."""
@@ -252,8 +243,7 @@ class CheckedServers(ServersBackend):
             BackendError: A server cannot be started (kind `launch`), or cannot serve this spec.
         """
         await self._launch()
-        facts = await self.check_servers(self._sampling)
-        self.vocab_size, self.context = facts.vocab_size, facts.context
+        self.vocab_size, self.context = await self.check_servers(self._sampling)
         self.encoder = self._new_encoder(self.vocab_size)
         self.checks_replies = self.vocab_size <= self._format.vocab_size
         self.pool.watch()
@@ -269,8 +259,8 @@ class CheckedServers(ServersBackend):
 
     async def _admit(self, server: Server) -> None:
         """Check a server that is back, because it may serve another model now."""
-        facts = await self.check_server(server, self._sampling)
+        vocab_size, context = await self.check_server(server, self._sampling)
         if self.context is not None and (  # None: the first check of all is still going on
-            facts.vocab_size < self.vocab_size or (facts.context or self.context) < self.context
+            vocab_size < self.vocab_size or (context or self.context) < self.context
         ):
             raise BackendError(f"{server.url} came back with a smaller vocabulary or context", kind="wrong_server")

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
     from pathlib import Path
 
-    from engine.plugins.servers.checks import ServerFacts
     from engine.plugins.sglang.sample_prompt import ServerDifference
     from engine.spec.load import LoadedSpec
     from engine.tokens.image_bank import ImageBank
@@ -137,7 +136,7 @@ class SGLangBackend(CheckedServers):
             features=lambda: self.weights.features,
         )
 
-    async def check_servers(self, sampling: SamplingParams) -> ServerFacts:
+    async def check_servers(self, sampling: SamplingParams) -> tuple[int, int | None]:
         """See `CheckedServers.check_servers`. Behind a router its workers are checked, and what it drops is found out.
 
         Raises:
@@ -146,13 +145,13 @@ class SGLangBackend(CheckedServers):
         """
         if self._spec.router:
             self.pool.workers = await workers_of(self.pool.servers, self._headers)
-        facts = await super().check_servers(sampling)
+        sizes = await super().check_servers(sampling)
         versions = {server.version for server in self.pool.workers if server.version is not None}
         if len(versions) > 1:
             log.warning("sglang servers hold different weights", versions=sorted(versions))
         if self._spec.router:
             self.dropped = await dropped_by(self.pool.servers, sampling, self._spec)
-        return facts
+        return sizes
 
     async def check_settings(self, server: Server, sampling: SamplingParams) -> int | None:
         """See `CheckedServers.check_settings`.

@@ -12,6 +12,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,13 +34,9 @@ LoadAll = Callable[[list[Server], bool], Awaitable[list[BaseException | None]]]
 """Gives several servers weights at once, as `Load`. Returns the error of each server, in order; None: it has them."""
 
 
-def separately(load: Load) -> LoadAll:
-    """Load each server by itself, all at once."""
-
-    async def load_all(servers: list[Server], flush: bool) -> list[BaseException | None]:
-        return await asyncio.gather(*(load(server, flush) for server in servers), return_exceptions=True)
-
-    return load_all
+async def load_each(load: Load, servers: list[Server], flush: bool) -> list[BaseException | None]:
+    """Load each server by itself, all at once. With its first argument it is a `LoadAll`."""
+    return await asyncio.gather(*(load(server, flush) for server in servers), return_exceptions=True)
 
 
 async def post_update(server: Server, path: str, body: dict[str, Any], *, seconds: float = UPDATE_SECONDS) -> None:
@@ -53,14 +50,10 @@ async def post_update(server: Server, path: str, body: dict[str, Any], *, second
         raise BackendError(f"{server.url}{path}: {reply.get('message')}", kind="update_failed")
 
 
-def from_disk(path: str, version: int) -> Load:
-    """A function that loads the weights of a folder on a server."""
-
-    async def load(server: Server, flush: bool) -> None:
-        body: dict[str, Any] = {"model_path": path, "weight_version": str(version), "flush_cache": flush}
-        await post_update(server, "/update_weights_from_disk", body)
-
-    return load
+async def load_from_disk(path: str, version: int, server: Server, flush: bool) -> None:
+    """Load the weights of a folder on a server. With its first two arguments it is a `Load`."""
+    body: dict[str, Any] = {"model_path": path, "weight_version": str(version), "flush_cache": flush}
+    await post_update(server, "/update_weights_from_disk", body)
 
 
 class NoServerError(BackendError):
@@ -250,7 +243,7 @@ class Control(GivenWeights):
             BackendError: a server refused them (kind `update_failed`), or no server is there (kind `no_server`). A
                 server that dies meanwhile is out of the pool, and is given them before it comes back; the others go on.
         """
-        load = separately(from_disk(str(path), version))
+        load = partial(load_each, partial(load_from_disk, str(path), version))
         await self.update_weights(load, version, source=f"weights from {path}", mode=mode)
 
     async def update_weights(

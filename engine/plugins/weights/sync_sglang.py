@@ -25,7 +25,7 @@ import torch
 from engine.backends.backend import PolicyAdapter
 from engine.errors import BackendError, TrainError
 from engine.plugins.sglang.client import SGLangBackend
-from engine.plugins.sglang.control import UPDATE_SECONDS, PauseMode, from_disk, post_update, separately
+from engine.plugins.sglang.control import UPDATE_SECONDS, PauseMode, load_each, load_from_disk, post_update
 from engine.plugins.weights.server_pushes import (
     check_models,
     check_versions,
@@ -119,7 +119,7 @@ class DiskSync:
         await check_models(self.backend, policy, self.fits)
         target = self.folder / f"version-{version}"
         await asyncio.to_thread(policy.save, target, serving=True)
-        load = separately(partial(load_again, from_disk(str(target), version)))
+        load = partial(load_each, partial(load_again, partial(load_from_disk, str(target), version)))
         paused = await push_loads(self.backend, load, version, source=f"weights from {target}", mode=self.mode)
         for older in self.folder.glob("version-*"):
             if older.name != target.name:
@@ -178,7 +178,7 @@ class TensorSync:
                 raise
             await post_update(server, "/end_weight_update", {})
 
-        loads, source = separately(partial(load_again, load)), f"tensors of version {version}"
+        loads, source = partial(load_each, partial(load_again, load)), f"tensors of version {version}"
         paused = await push_loads(self.backend, loads, version, source=source, mode=self.mode, again=False)
         return Pushed(bytes=tensor_bytes(weights.values()), pause_seconds=paused)
 

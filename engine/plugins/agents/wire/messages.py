@@ -66,6 +66,7 @@ class Messages(ModelApi):
     path = "/v1/messages"
     count_path = "/v1/messages/count_tokens"
     required_header = "anthropic-version"
+    fault_name = "error"
 
     def read(self, body: Any, session: Session) -> ModelRequest:
         """See `ModelApi`."""
@@ -132,10 +133,6 @@ class Messages(ModelApi):
         error: dict[str, Any] = {"type": kind, "message": fault.message, "param": fault.param, "code": fault.code}
         error["details"] = {"error_code": fault.code}  # what the client reads of threads
         return {"type": "error", "error": error}
-
-    def fault_event(self, fault: ApiError) -> bytes:
-        """See `ModelApi`."""
-        return event(self.fault(fault), "error")
 
 
 def _thread(body: Mapping[str, Any], session: Session) -> Stored | None:

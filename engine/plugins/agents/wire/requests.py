@@ -140,6 +140,8 @@ class ModelApi(ABC):
     """The path of its requests for replies."""
     required_header: ClassVar[str] = ""
     """A header that its requests must have; empty: none."""
+    fault_name: ClassVar[str] = ""
+    """The name of an event with an error; empty: it has none."""
 
     @abstractmethod
     def read(self, body: Any, session: Session) -> ModelRequest:
@@ -168,4 +170,4 @@ class ModelApi(ABC):
 
     def fault_event(self, fault: ApiError) -> bytes:
         """Write an error as an event of a stream that has begun."""
-        return event(self.fault(fault))
+        return event(self.fault(fault), self.fault_name)
