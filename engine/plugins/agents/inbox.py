@@ -85,8 +85,8 @@ class Inbox:
         """By hash of path and body, and by idempotency key: the newest request, for retries."""
         self._unheard: dict[Exchange, None] = {}
         """Requests whose connections were closed before they had the whole answer."""
-        self._over: ApiError | None = None
-        """The answer to requests after the end."""
+        self.over: ApiError | None = None
+        """The answer to requests after `close`; None before."""
 
     def ask(self, request: ModelRequest, path: str, body: bytes, headers: Mapping[str, str]) -> Exchange:
         """Let a request in, or find the one that it repeats: its future answer raises `ApiError`.
@@ -96,8 +96,8 @@ class Inbox:
         Raises:
             ApiError: The episode is over, or another request had the same idempotency key.
         """
-        if self._over is not None:
-            raise self._over
+        if self.over is not None:
+            raise self.over
         name = sha256(path.encode() + b"\0" + body).hexdigest()
         retry_key = headers.get(IDEMPOTENCY_KEY, "")
         exchange = self._known.get(f"key {retry_key}") if retry_key else None
@@ -125,8 +125,8 @@ class Inbox:
         Raises:
             ApiError: The episode is over, or the model cannot be shown the request.
         """
-        if self._over is not None or self.counter is None:
-            raise self._over or ApiError("tokens cannot be counted now", code="episode_over")
+        if self.over is not None or self.counter is None:
+            raise self.over or ApiError("tokens cannot be counted now", code="episode_over")
         try:
             return self.counter(request)
         except EngineError as error:
@@ -138,8 +138,8 @@ class Inbox:
         Raises:
             ApiError: It cannot be written; status 409 if the episode is over.
         """
-        if self._over is not None:
-            raise ApiError(self._over.message, status=409, code="episode_over")
+        if self.over is not None:
+            raise ApiError(self.over.message, status=409, code="episode_over")
         event = read_posted(body, self._names, self._sent, self._episode)
         self._rewards.append(event)
         return {"turn": event.turn, "name": event.name, "value": event.value}
@@ -161,16 +161,11 @@ class Inbox:
         """The turns whose replies nobody received, as far as is known now, in order."""
         return sorted(turn for exchange in self._unheard for turn in exchange.turns)
 
-    @property
-    def closed(self) -> bool:
-        """Whether `close` was called."""
-        return self._over is not None
-
     async def close(self, why: ApiError, *others: Exchange) -> None:
         """Refuse the key, and answer the requests that wait (in `waiting`, and `others`) with an error, once."""
-        if self._over is not None:
+        if self.over is not None:
             return
-        self._over = why
+        self.over = why
         open_ = [exchange for exchange in (*others, *self.waiting) if not exchange.answer.done()]
         for exchange in open_:
             exchange.answer.set_exception(why)

@@ -320,7 +320,7 @@ class AgentProgram:
 
     async def end(self) -> ProgramEnd | None:
         """Stop a program that has not ended, and return its end; None if it has ended, or did not start."""
-        ended = self.inbox.closed or not self._started
+        ended = self.inbox.over is not None or not self._started
         return None if ended else await self._end(None, "the episode is over")
 
     async def _end(self, status: int | None, why: str) -> ProgramEnd:

@@ -430,19 +430,19 @@ class Pace:
         if self._requests is None and self._tokens is None and self._rests_until <= self._clock():
             return
         async with self._turn:
-            while (seconds := self._seconds(tokens)) > _ROUNDING:
+            while True:
+                now = self._clock()
+                wants = ((self._requests, 1), (self._tokens, tokens))
+                waits = [bucket.seconds(amount, now) for bucket, amount in wants if bucket is not None]
+                seconds = max([self._rests_until - now, *waits])
+                if seconds <= _ROUNDING:
+                    break
                 self.waited += seconds
                 await self._sleep(seconds)
             if self._requests is not None:
                 self._requests.take(1)
             if self._tokens is not None:
                 self._tokens.take(tokens)
-
-    def _seconds(self, tokens: int) -> float:
-        now = self._clock()
-        wants = ((self._requests, 1), (self._tokens, tokens))
-        rest = self._rests_until - now
-        return max([rest, *(bucket.seconds(amount, now) for bucket, amount in wants if bucket is not None)])
 
     def rest(self, seconds: float) -> None:
         """Let no request begin for some seconds, because the API said that nothing is left of a limit."""

@@ -147,17 +147,13 @@ def run_sandboxed(program: Sequence[str], code: str, limits: SandboxLimits, *, p
     Raises:
         OSError: it could not be started.
     """
-    if protected:
-        return _in_bubblewrap(program, code, limits)
-    with tempfile.TemporaryDirectory(prefix="unprotected-") as folder:
-        path = Path(folder) / "code"
-        path.write_text(code, encoding="utf-8", errors="surrogatepass")
-        command = [part.replace("{code}", str(path)) for part in program]
-        enter = entering(rlimits(limits, processes=False), pids="0")
-        return finish_program([*enter, *command], limits, cwd=folder)
-
-
-def _in_bubblewrap(program: Sequence[str], code: str, limits: SandboxLimits) -> ProgramResult:
+    if not protected:
+        with tempfile.TemporaryDirectory(prefix="unprotected-") as work:
+            path = Path(work) / "code"
+            path.write_text(code, encoding="utf-8", errors="surrogatepass")
+            command = [part.replace("{code}", str(path)) for part in program]
+            enter = entering(rlimits(limits, processes=False), pids="0")
+            return finish_program([*enter, *command], limits, cwd=work)
     with ExitStack() as stack:
         uid = None
         if os.getuid() == 0:  # the kernel exempts the machine's root from RLIMIT_NPROC, so the program has its own uid

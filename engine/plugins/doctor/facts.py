@@ -84,6 +84,13 @@ class MachineFacts:
                 gpus.append(Gpu(torch.cuda.get_device_name(index), total, free))
         except RuntimeError as error:
             problem = str(error).splitlines()[0]
+        loopback: str | None = None
+        try:
+            with socket.socket() as found:
+                found.bind(("127.0.0.1", 0))
+                found.listen()
+        except OSError as error:
+            loopback = str(error)
         built = torch.version.cuda is not None
         cudnn = torch.backends.cudnn.version() if built else None  # type: ignore[no-untyped-call]
         return cls(
@@ -99,7 +106,7 @@ class MachineFacts:
             npu=importlib.util.find_spec("torch_npu") is not None,
             shared_memory=shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else None,
             open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
-            loopback=_loopback(),
+            loopback=loopback,
             peft=importlib.util.find_spec("peft") is not None,
         )
 
@@ -165,13 +172,3 @@ def _driver() -> str | None:
         return None
     status, out = _run(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], dict(os.environ), 30)
     return out.split()[0] if status == 0 and out.split() else None
-
-
-def _loopback() -> str | None:
-    try:
-        with socket.socket() as found:
-            found.bind(("127.0.0.1", 0))
-            found.listen()
-    except OSError as error:
-        return str(error)
-    return None

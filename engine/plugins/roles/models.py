@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
+from math import isfinite, nan
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -192,22 +193,20 @@ def read_marks(text: str, marks: Sequence[Mark]) -> UserTurn:
         rewards += mark.rewards
         facts.update(mark.facts)
         if mark.reward is not None:
+            try:
+                value = float(match[1] or "")
+            except ValueError:
+                value = nan
+            if not isfinite(value):
+                raise SpecCodeError(
+                    f"the user's model gave {match[1]!r} in a mark; it must give a number",
+                    blame="user",
+                    kind="user_bad_reply",
+                )
             cause = f"the user's model says {match[0]}"
-            rewards.append(RewardEvent(name=mark.reward, value=_number(match[1]), cause=cause))
+            rewards.append(RewardEvent(name=mark.reward, value=value, cause=cause))
         text = pattern.sub("", text)
     return UserTurn(content=text.strip(), satisfied=satisfied, solved=solved, rewards=rewards, facts=facts)
-
-
-def _number(text: str | None) -> float:
-    try:
-        value = float(text or "")
-    except ValueError:
-        value = float("nan")
-    if value != value or value in (float("inf"), float("-inf")):
-        raise SpecCodeError(
-            f"the user's model gave {text!r} in a mark; it must give a number", blame="user", kind="user_bad_reply"
-        )
-    return value
 
 
 class RoleReply(Struct, frozen=True, kw_only=True):

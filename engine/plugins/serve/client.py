@@ -16,6 +16,7 @@ import json
 import os
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -88,7 +89,7 @@ class Group:
         return {each["image"]: each["data"] for row in self.batch.column("image_data").to_pylist() for each in row}
 
 
-class GroupClient:
+class GroupClient(AbstractContextManager["GroupClient"]):
     """A service.
 
     Args:
@@ -200,9 +201,6 @@ class GroupClient:
     def close(self) -> None:
         """Close the connections."""
         self._http.close()
-
-    def __enter__(self) -> GroupClient:
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

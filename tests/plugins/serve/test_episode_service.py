@@ -289,7 +289,7 @@ async def test_how_episodes_end(
     )
     async with serving(spec, tmp_path / "runs") as client:
         opened = await client.open()
-        works = [item.work for item in client.service._open.values()]
+        works = [*client.service._work.values()]
         await act(client, opened)
         await asyncio.wait(works)
         assert (await client.call("GET", "/health"))[1]["open"] == 0
@@ -327,7 +327,7 @@ async def test_a_prompt_that_is_too_long_is_answered_with_the_limit(
     spec = served_spec(tmp_path, tiny_tokenizer_dir, ["It is 42."], **changes)
     async with serving(spec, tmp_path / "runs") as client:
         opened = await client.open()
-        [work] = [item.work for item in client.service._open.values()]
+        [work] = client.service._work.values()
         status, fault = await asyncio.to_thread(
             post_to_api, opened["base_url"] + path, {"model": "policy", **APIS[path]}, opened["key"]
         )

@@ -15,7 +15,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import closing, suppress
+from contextlib import AbstractContextManager, closing, suppress
 from itertools import chain, islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -79,7 +79,7 @@ CREATE TABLE steps (source INTEGER, task TEXT, step INTEGER, PRIMARY KEY (source
 """
 
 
-class Listing:
+class Listing(AbstractContextManager["Listing"]):
     """Episodes of stores. Methods may be called from several threads; they take turns.
 
     Args:
@@ -109,9 +109,6 @@ class Listing:
     def close(self) -> None:
         """Remove the temporary file."""
         self._folder.cleanup()
-
-    def __enter__(self) -> Listing:
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
