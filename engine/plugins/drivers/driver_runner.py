@@ -229,6 +229,7 @@ class DriverRunner:
 
         Raises:
             EngineError: no cluster, or no driver that can work.
+            StoreError: too few drivers were started on this machine in time.
         """
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy as Near
 
