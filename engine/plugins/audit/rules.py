@@ -321,8 +321,10 @@ def mixed_group(rows: Sequence[ExaminedRow], sampled: SamplerRecord | None) -> I
     for name, members in groups.items():
         first, *others = members.values()
         for row in others:
-            if _prompt_key(row) != _prompt_key(first):
-                prompts = [one.foreign.prompt_ids for one in (row, first) if one.foreign.prompt_ids is not None]
+            foreign = (row.foreign, first.foreign)
+            here, there = (one.prompt_text if one.prompt_ids is None else one.prompt_ids.tobytes() for one in foreign)
+            if here != there:
+                prompts = [one.prompt_ids for one in foreign if one.prompt_ids is not None]
                 yield row.finding(
                     "mixed_group",
                     "error",
@@ -339,10 +341,6 @@ def mixed_group(rows: Sequence[ExaminedRow], sampled: SamplerRecord | None) -> I
                     f"group {name} has the answer {expected!r} in {first.foreign.place} and {label!r} here, with the "
                     "same prompt",
                 )
-
-
-def _prompt_key(row: ExaminedRow) -> bytes | str | None:
-    return row.foreign.prompt_text if row.foreign.prompt_ids is None else row.foreign.prompt_ids.tobytes()
 
 
 def no_versions(rows: Sequence[ExaminedRow], sampled: SamplerRecord | None) -> Iterator[RowFinding]:
