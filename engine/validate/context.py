@@ -381,7 +381,7 @@ class CheckContext:
         groups: dict[tuple[str, str], list[Edge]] = {}
         for edge in self.machine.transitions:
             guard = ALWAYS_TRUE if edge.conditions is None else self.formula(edge.conditions, values)
-            groups.setdefault((edge.source, edge.trigger), []).append(Edge(edge.dest, guard))
+            groups.setdefault((edge.source, edge.trigger), []).append((edge.dest, guard))
         triggers: dict[str, list[str]] = {}
         for source, trigger in groups:
             triggers.setdefault(source, []).append(trigger)

@@ -29,18 +29,13 @@ from engine.validate.work import Work, WorkLimitError
 
 Limits = tuple[int | None, ...]
 """The values of `engine.limits.COUNTERS`, in that order; None if one is not set."""
+Edge = tuple[str, Formula]
+"""One transition: its destination and its guard."""
 Counts = tuple[int, ...]
 """The counts of `engine.limits.COUNTERS`, in that order."""
 
 TURNS = next(index for index, limit in enumerate(COUNTERS) if limit.action is not None and ACTIONS[limit.action].calls)
 """The counter of replies: each samples at most the tokens of one turn."""
-
-
-class Edge(NamedTuple):
-    """One transition: its destination and its guard."""
-
-    dest: str
-    guard: Formula
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +48,7 @@ class Chart:
     events: tuple[tuple[str, tuple[str, ...]], ...]
     """(state, the events of its action)."""
     edges: tuple[tuple[tuple[str, str], tuple[Edge, ...]], ...]
-    """((state, event), its transitions in the order in which they are tried)."""
+    """((state, event), its transitions in the order in which they are tried); at least one."""
     limits: Limits
     timed: bool
     """Whether `limits.episode_seconds` is set."""
@@ -117,10 +112,10 @@ class Graph:
         self.limits: Limits = tuple(None if limit is None else 1 for limit in limits) if rough else limits
         """The limits of the counters, as this graph counts."""
         self.edges = {key: _blind(group) if rough else group for key, group in chart.edges}
-        self.settled = {key: group[0].dest for key, group in self.edges.items() if group and group[0].guard is ALWAYS}
+        self.settled = {key: dest for key, ((dest, guard), *_) in self.edges.items() if guard is ALWAYS}
         self.actions = dict(chart.actions)
         self.events = dict(chart.events)
-        guards = [] if rough else [edge.guard for _, group in chart.edges for edge in group]
+        guards = [] if rough else [guard for _, group in chart.edges for _, guard in group]
         constants = (
             {constant for guard in guards for constant in guard.constants.get(name, ())} for name in _VARIABLES
         )
@@ -128,7 +123,7 @@ class Graph:
         self.caps = tuple(max((int(value) + 2 for value in values if value < 1000), default=0) for values in compared)
         """For counters without a limit: a value above all with which guards compare them."""
         self.late_matters = not rough and any(
-            edge.guard is not ALWAYS for (_, event), group in chart.edges if event in ALWAYS_EVENTS for edge in group
+            guard is not ALWAYS for (_, event), group in chart.edges if event in ALWAYS_EVENTS for _, guard in group
         )
         self.calling = any(_BY_CALLS[index] for name in self.actions.values() for index in COUNTERS_OF.get(name, ()))
         """Whether some action depends on the tool calls of the newest reply."""
@@ -247,10 +242,10 @@ class Graph:
             found.append(WalkStep(event, place._replace(state=settled), used))
             return
         unsure = False
-        for edge in self.edges.get((place.state, event), ()):
-            truth = True if edge.guard is ALWAYS else self._truth(edge.guard, place.counts, self.work)
+        for dest, guard in self.edges.get((place.state, event), ()):
+            truth = True if guard is ALWAYS else self._truth(guard, place.counts, self.work)
             if truth is not False:
-                found.append(WalkStep(event, place._replace(state=edge.dest), used))
+                found.append(WalkStep(event, place._replace(state=dest), used))
             if truth is True and not unsure:
                 return
             if truth is True:
@@ -338,12 +333,12 @@ class Graph:
 
 def _blind(group: Iterable[Edge]) -> tuple[Edge, ...]:
     """Transitions whose guards may have either result, each destination once."""
-    edges: dict[str, Edge] = {}
-    for edge in group:
-        if edge.guard is ALWAYS:
-            return (*edges.values(), edge)
-        edges.setdefault(edge.dest, Edge(edge.dest, UNKNOWN))
-    return tuple(edges.values())
+    edges: dict[str, Formula] = {}
+    for dest, guard in group:
+        if guard is ALWAYS:
+            return (*edges.items(), (dest, guard))
+        edges.setdefault(dest, UNKNOWN)
+    return tuple(edges.items())
 
 
 def _ranges(chart: Chart, counts: Counts, caps: Counts, *, rough: bool) -> dict[str, tuple[float, float]]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
@@ -99,18 +99,8 @@ def import_plugin_rules() -> None:
 
 _ID = re.compile(r"[a-z0-9_]{1,60}\.[a-z0-9_-]{1,60}")
 _HEAD = re.compile(r"\A# `(?P<id>[a-z0-9_.-]+)`\n\n\*(?P<severity>error|warning|info)\*: (?P<about>.+)\n")
-_SECTION = re.compile(r"^## (.+)$", re.MULTILINE)
 _FOLDER = files("engine.validate") / "rules"
 """A link to docs/rules in a checkout, a folder in a wheel."""
-_FENCE = re.compile(r"^```(?P<language>\w+)(?: (?P<name>\S+))?\n(?P<body>.*?)^```$", re.MULTILINE | re.DOTALL)
-
-
-@dataclass(frozen=True, slots=True)
-class Example:
-    """An example spec and its other files."""
-
-    spec: str
-    files: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,26 +112,6 @@ class Page:
     about: str
     text: str
     """The whole page."""
-    arguments: tuple[str, ...] = ()
-    """Arguments of `engine validate` that the rule needs."""
-
-    def example(self, name: str) -> Example | None:
-        """The example under `## Bad` or `## Good`; files of `Bad` also belong to `Good`, unless it replaces them."""
-        parts = _SECTION.split(self.text)
-        sections = dict(zip(parts[1::2], parts[2::2], strict=True))
-        if name not in sections:
-            return None
-        specs = [
-            fence["body"]
-            for fence in _FENCE.finditer(sections[name])
-            if fence["language"] == "yaml" and not fence["name"]
-        ]
-        beside = {} if name == "Bad" else _named(sections.get("Bad", ""))
-        return Example(specs[0], {**beside, **_named(sections[name])}) if specs else None
-
-
-def _named(section: str) -> dict[str, str]:
-    return {fence["name"]: fence["body"] for fence in _FENCE.finditer(section) if fence["name"]}
 
 
 @lru_cache(maxsize=256)
@@ -160,12 +130,10 @@ def page_of(rule: str) -> Page | None:
     head = _HEAD.match(text)
     if head is None:
         raise ValueError(f"{rule}.md does not begin with its id, its severity and a line that says what it finds")
-    called = re.search(r"^    engine validate SPEC (.+)$", text, re.MULTILINE)
-    arguments = tuple(called[1].split()) if called else ()
     severity: Severity = (
         "error" if head["severity"] == "error" else "warning" if head["severity"] == "warning" else "info"
     )
-    return Page(head["id"], severity, head["about"], text, arguments)
+    return Page(head["id"], severity, head["about"], text)
 
 
 def rule_pages() -> dict[str, Page]:

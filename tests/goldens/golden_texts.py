@@ -56,9 +56,7 @@ def messages(folder: Path) -> list[Record]:
         sys.modules.pop("my_code", None)
         importlib.invalidate_caches()
         with chdir(place):
-            example = page(rule).example("Bad")
-            assert example is not None
-            file = write(example, place, whole=rule in WHOLE)
+            file = write(page(rule), "Bad", place, whole=rule in WHOLE)
             said = [str(item).replace(str(place), "FOLDER") for item in findings(page(rule), file) if item.rule == rule]
         sys.path[:] = path
         texts.append({"at": rule, "messages": said})
