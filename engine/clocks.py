@@ -7,6 +7,7 @@ import asyncio
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from engine.deadline import Deadlines
@@ -15,13 +16,13 @@ Clock: TypeAlias = "Deadlines | EpisodeDeadline | PausableClocks"
 """What `pause` lets stand still, until `resume`."""
 
 
+@dataclass(eq=False)
 class PausableClocks:
     """Clocks that are paused together. It is a clock itself; after two calls of `pause` it continues at the second
     `resume`."""
 
-    def __init__(self) -> None:
-        self._clocks: dict[Clock, None] = {}
-        self._pauses = 0
+    _clocks: dict[Clock, None] = field(default_factory=dict, init=False)
+    _pauses: int = field(default=0, init=False)
 
     def add(self, clock: Clock) -> None:
         """Add a clock. If the others are paused, it is paused at once."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 
@@ -22,32 +23,28 @@ class Watched(Protocol):
         ...
 
 
+@dataclass(slots=True, eq=False)
 class Deadlines:
     """Deadlines of one length, in one event loop at a time. One timer serves all calls.
 
-        deadlines = Deadlines(30.0)
-        deadlines.watch(call)                # call.strike() after 30 seconds
-        deadlines.calls.pop(call, None)      # the call has ended
+    deadlines = Deadlines(30.0)
+    deadlines.watch(call)                # call.strike() after 30 seconds
+    deadlines.calls.pop(call, None)      # the call has ended
 
-        with deadlines.begin():              # the same for code that waits
-            await something()                # TimeoutError after 30 seconds
-
-    Args:
-        seconds: Time limit of each call.
+    with deadlines.begin():              # the same for code that waits
+        await something()                # TimeoutError after 30 seconds
     """
 
-    __slots__ = ("_loop", "_still", "_stood", "_timer", "calls", "seconds")
-
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-        self.calls: dict[Watched, None] = {}
-        """The watched calls, the oldest first."""
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._timer: asyncio.TimerHandle | None = None
-        self._still: float | None = None
-        """Time of the pause, by the loop's clock; None while the time runs."""
-        self._stood = 0.0
-        """Seconds of all earlier pauses."""
+    seconds: float
+    """Time limit of each call."""
+    calls: dict[Watched, None] = field(default_factory=dict, init=False)
+    """The watched calls, the oldest first."""
+    _loop: asyncio.AbstractEventLoop | None = field(default=None, init=False)
+    _timer: asyncio.TimerHandle | None = field(default=None, init=False)
+    _still: float | None = field(default=None, init=False)
+    """Time of the pause, by the loop's clock; None while the time runs."""
+    _stood: float = field(default=0.0, init=False)
+    """Seconds of all earlier pauses."""
 
     def now(self) -> float:
         """The time of the calls in seconds: the loop's clock, without the pauses."""
@@ -101,6 +98,7 @@ class Deadlines:
             call.strike()
 
 
+@dataclass(slots=True, eq=False)
 class Deadline:
     """The deadline of a block of code: a context manager like `asyncio.timeout`.
 
@@ -108,15 +106,12 @@ class Deadline:
         TimeoutError: At the end of the block, if the time ended inside it.
     """
 
-    __slots__ = ("_before", "_group", "_task", "ends", "over")
-
-    def __init__(self, group: Deadlines) -> None:
-        self._group = group
-        self._task: asyncio.Task[Any] | None = None
-        self._before = 0
-        self.ends = 0.0
-        self.over = False
-        """Whether the time ended inside the block."""
+    group: Deadlines
+    ends: float = field(default=0.0, init=False)
+    over: bool = field(default=False, init=False)
+    """Whether the time ended inside the block."""
+    _task: asyncio.Task[Any] | None = field(default=None, init=False)
+    _before: int = field(default=0, init=False)
 
     def strike(self) -> None:
         """Cancel the block, because its time has ended."""
@@ -130,12 +125,12 @@ class Deadline:
             raise RuntimeError("a deadline needs a task to cancel")
         self._task = task
         self._before = task.cancelling()
-        self._group.watch(self)
+        self.group.watch(self)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         # The timer is not cancelled: a timer without effect costs less than one timer for each call.
-        self._group.calls.pop(self, None)
+        self.group.calls.pop(self, None)
         if self.over and self._task is not None:
             alone = self._task.uncancel() <= self._before  # a cancellation by other code stays
             if alone and kind is asyncio.CancelledError:

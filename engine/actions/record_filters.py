@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from operator import is_
 from typing import TYPE_CHECKING
 
@@ -143,12 +143,12 @@ def _of_spec(record: Record) -> int:
     return len(record.prompt or ()) if isinstance(record, ResetRecord) else 0
 
 
+@dataclass(eq=False)
 class MemoryImages:
     """Keeps images in memory, for use without a run store."""
 
-    def __init__(self) -> None:
-        self.sources: dict[str, EncodedImage] = {}
-        """By digest."""
+    sources: dict[str, EncodedImage] = field(default_factory=dict)
+    """By digest."""
 
     async def put_image(self, data: bytes, mime: str | None = None) -> ImagePart:
         """See `RunStore.put_image`."""

@@ -18,6 +18,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from itertools import repeat
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -242,16 +243,16 @@ def ticking(
         thread.join(timeout=1.0)
 
 
+@dataclass(eq=False)
 class RunPanel:
     """The panel of a run."""
 
-    def __init__(self, live: RunCounters, summary: RunSummary) -> None:
-        self._live = live
-        self._summary = summary
+    live: RunCounters
+    summary: RunSummary
 
     def line(self) -> str:
         """Return the panel's main numbers on one line, for logs."""
-        live, summary = self._live, self._summary
+        live, summary = self.live, self.summary
         parts = [f"{summary.episodes}/{live.total} episodes", speed(live)]
         if live.eta is not None:
             parts.append(f"{duration(live.eta)} left")
@@ -261,7 +262,7 @@ class RunPanel:
         return " · ".join(parts)
 
     def __rich__(self) -> Group:
-        live, summary = self._live, self._summary
+        live, summary = self.live, self.summary
         head = Table.grid(padding=(0, 2))
         left = f" · {duration(live.eta)} left" if live.eta is not None else ""
         head.add_row(
@@ -274,8 +275,8 @@ class RunPanel:
         return Group(head, Text(speed(live)), Text("  ".join(running(live)), style="cyan"), *more)
 
     def _warnings(self) -> list[str]:
-        unchecked = self._summary.unchecked_prompts
-        return [*filter(None, [self._live.waits, f"prompts unchecked: {unchecked:,}" if unchecked else ""])]
+        unchecked = self.summary.unchecked_prompts
+        return [*filter(None, [self.live.waits, f"prompts unchecked: {unchecked:,}" if unchecked else ""])]
 
 
 BARS = "▁▂▃▄▅▆▇█"

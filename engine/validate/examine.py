@@ -215,13 +215,13 @@ def examine_all(paths: Sequence[Path], options: Options) -> tuple[list[Report], 
     return reports, examiner.printed
 
 
+@dataclass
 class _Examiner:
     """Checks one spec after another; a child is reused until it ends."""
 
-    def __init__(self, options: Options) -> None:
-        self.options = options
-        self.printed: list[str] = []
-        self._child: Child | None = None
+    options: Options
+    printed: list[str] = field(default_factory=list)
+    _child: Child | None = None
 
     def examine(self, path: Path) -> Report:
         """Check one spec."""

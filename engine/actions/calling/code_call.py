@@ -25,6 +25,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from contextvars import ContextVar, copy_context
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -48,20 +49,18 @@ REPEATS = 10
 """Maximum number of repetitions of a call whose loop was blocked by others."""
 
 
+@dataclass(slots=True, eq=False)
 class EpisodeScope:
     """The data that the calls of one attempt of an episode share: it lost `losses` event loops in earlier attempts. In
     the `last` one, a lost call is a failure: the episode is not resumed once more.
     """
 
-    __slots__ = ("code_loop", "episode", "last", "losses")
-
-    def __init__(self, episode: str, losses: int = 0, *, last: bool = False) -> None:
-        self.losses = losses
-        self.last = last
-        self.episode = episode
-        """Its id, for messages."""
-        self.code_loop: CodeLoop | None = None
-        """The loop that the episode's objects are bound to; None before their first asynchronous call."""
+    episode: str
+    """Its id, for messages."""
+    losses: int = 0
+    last: bool = field(default=False, kw_only=True)
+    code_loop: CodeLoop | None = field(default=None, init=False)
+    """The loop that the episode's objects are bound to; None before their first asynchronous call."""
 
 
 SCOPE: ContextVar[EpisodeScope | None] = ContextVar("episode_scope", default=None)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -55,16 +56,13 @@ class InvalidArguments(Exception):
     """Arguments that do not match a tool's signature; the message is for the model."""
 
 
+@dataclass(eq=False)
 class HostedCallable:
-    """A callable that a host runs: it applies its deadline itself, from the time when it can begin.
+    """A callable that a host runs: it applies its deadline itself, from the time when it can begin."""
 
-    Args:
-        call: Calls it with a list of arguments, and `seconds`, `blame` and `what` by name. Raises as
-            `engine.actions.calling.code_call.call_spec_code`.
-    """
-
-    def __init__(self, call: Callable[..., Awaitable[Any]]) -> None:
-        self.call = call
+    call: Callable[..., Awaitable[Any]]
+    """Calls it with a list of arguments, and `seconds`, `blame` and `what` by name. Raises as
+    `engine.actions.calling.code_call.call_spec_code`."""
 
     async def __call__(self, *arguments: Any) -> Any:
         """Call it without a deadline."""

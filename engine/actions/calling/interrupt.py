@@ -24,6 +24,7 @@ import sys
 import threading
 import time
 import traceback
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -78,16 +79,16 @@ class CodeThread:
             return 0.0
 
 
+@dataclass(eq=False)
 class Interrupter:
     """Watches threads whose calls were abandoned and interrupts the busy ones."""
 
-    def __init__(self) -> None:
-        self.ended = 0
-        """Number of threads that left the user code after an interruption."""
-        self._lock = threading.Lock()
-        self._threads: set[CodeThread] = set()
-        """Threads whose call was abandoned."""
-        self._watches = False
+    ended: int = 0
+    """Number of threads that left the user code after an interruption."""
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
+    _threads: set[CodeThread] = field(default_factory=set, init=False)
+    """Threads whose call was abandoned."""
+    _watches: bool = field(default=False, init=False)
 
     @property
     def uninterruptible(self) -> int:

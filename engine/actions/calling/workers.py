@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -239,6 +240,7 @@ TICK = 0.05
 """Seconds between two events of the timer of `LoopDelay`."""
 
 
+@dataclass(slots=True, eq=False)
 class LoopDelay:
     """Sums the delays of a timer of the main loop while calls run; the caller counts calls and calls `start` for a new
     loop.
@@ -247,16 +249,13 @@ class LoopDelay:
     in threads wait for the same reasons, and their wall time counts against their deadlines.
     """
 
-    __slots__ = ("_due", "calls", "loop", "seconds")
-
-    def __init__(self) -> None:
-        self.calls = 0
-        """Number of running calls; the timer stops at its next event if it is 0."""
-        self.seconds = 0.0
-        """Total delay so far."""
-        self.loop: asyncio.AbstractEventLoop | None = None
-        """The loop whose timer runs; None: no timer runs."""
-        self._due = 0.0
+    calls: int = 0
+    """Number of running calls; the timer stops at its next event if it is 0."""
+    seconds: float = 0.0
+    """Total delay so far."""
+    loop: asyncio.AbstractEventLoop | None = None
+    """The loop whose timer runs; None: no timer runs."""
+    _due: float = field(default=0.0, init=False)
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Start the timer of a loop, for the first of its calls."""

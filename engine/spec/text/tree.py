@@ -156,17 +156,17 @@ class _Stopped(Exception):
     """Reading ends with the newest problem."""
 
 
+@dataclass(slots=True)
 class _Builder:
-    def __init__(self, place: Place, text: str, loader: Any) -> None:
-        self._place = place
-        self._text = text
-        self._loader = loader
-        self.problems: list[Diagnostic] = []
-        self._nodes = 0
-        self._open: list[str | None] = []
-        """The anchors of the collections whose ends have not come yet."""
-        self._anchors: dict[str, tuple[Node, int, int]] = {}
-        """Anchor -> the node, its size in nodes and its height in levels."""
+    place: Place
+    text: str
+    loader: Any
+    problems: list[Diagnostic] = field(default_factory=list)
+    _nodes: int = 0
+    _open: list[str | None] = field(default_factory=list)
+    """The anchors of the collections whose ends have not come yet."""
+    _anchors: dict[str, tuple[Node, int, int]] = field(default_factory=dict)
+    """Anchor -> the node, its size in nodes and its height in levels."""
 
     def problem(self, rule: str, message: str, fix: str | None, at: Origin, *, stop: bool = False) -> None:
         if len(self.problems) < MAX_PROBLEMS or stop:
@@ -178,21 +178,21 @@ class _Builder:
         """The tree of the one document; None: there is none."""
         root: Node | None = None
         documents = 0
-        while self._loader.check_event():
-            event = self._loader.get_event()
+        while self.loader.check_event():
+            event = self.loader.get_event()
             if isinstance(event, yaml.NodeEvent):
                 root, _ = self._node(event)
             elif isinstance(event, yaml.DocumentStartEvent):
                 documents += 1
                 if documents > 1:
-                    at = self._place(event.start_mark)
+                    at = self.place(event.start_mark)
                     message, fix = "a second document begins here", "keep one document in a file"
                     self.problem("yaml.documents", message, fix, at, stop=True)
         return root
 
     def _node(self, event: Any) -> tuple[Node, int]:
         """A node with all below it, and its height in levels."""
-        origin = self._place(event.start_mark)
+        origin = self.place(event.start_mark)
         if isinstance(event, yaml.AliasEvent):
             name = str(event.anchor)
             anchored = self._anchors.get(name)
@@ -228,7 +228,7 @@ class _Builder:
         self._open.append(event.anchor)
         self._anchors.pop(event.anchor, None)
         heights = [0]
-        while not isinstance(inner := self._loader.get_event(), yaml.CollectionEndEvent):
+        while not isinstance(inner := self.loader.get_event(), yaml.CollectionEndEvent):
             child, height = self._node(inner)
             heights.append(height)
             if isinstance(node, Sequence):
@@ -236,7 +236,7 @@ class _Builder:
                 continue
             plain = not isinstance(inner, yaml.ScalarEvent) or (inner.implicit[0] and not inner.style)
             key = self._key(child, node, plain)
-            value, height = self._node(self._loader.get_event())
+            value, height = self._node(self.loader.get_event())
             heights.append(height)
             if key is not None:
                 node.entries[key] = value
@@ -258,7 +258,7 @@ class _Builder:
         """The key that a node stands for; None where it was refused, which is reported."""
         if not isinstance(node, Scalar):
             kind = "mapping" if isinstance(node, Mapping) else "list"
-            line = split_lines(self._text)[mapping.origin.line - 1]
+            line = split_lines(self.text)[mapping.origin.line - 1]
             template = re.search(r"\{\{.*?\}\}", line)
             fix = f'quote the text: "{template[0]}"' if template else "write a name"
             self.problem("yaml.key", f"a {kind} cannot be a key", fix, node.origin)
