@@ -32,7 +32,7 @@ def test_256_slow_users_at_once_all_answer_in_time(tmp_path: Path, tiny_tokenize
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("seconds", "timeout"), [(0.05, 2.5), (0.5, 1.0)])
+@pytest.mark.parametrize(("seconds", "timeout"), [pytest.param(0.05, 2.5, marks=pytest.mark.exhaustive), (0.5, 1.0)])
 def test_busy_threads_past_their_deadline_fail_no_healthy_episode(
     seconds: float, timeout: float, tmp_path: Path, tiny_tokenizer_dir: Path
 ) -> None:

@@ -56,7 +56,11 @@ async def test_a_step_is_the_same_if_workers_scale_its_images(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("images", "tokens", "encoded"),
-    [("bytes of a run", 1, [3, 3, 3]), ("tensors beside rows", 1, [3, 3, 3]), ("bytes of a run", 200, [3, 3])],
+    [
+        ("bytes of a run", 1, [3, 3, 3]),
+        pytest.param("tensors beside rows", 1, [3, 3, 3], marks=pytest.mark.exhaustive),
+        pytest.param("bytes of a run", 200, [3, 3], marks=pytest.mark.exhaustive),
+    ],
 )
 async def test_two_processes_train_a_model_that_sees(
     make_spec: Any, run_spec: Any, vlm: Any, tmp_path: Path, images: str, tokens: int, encoded: list[int]

@@ -106,6 +106,7 @@ async def test_every_death_in_every_part_is_one_episode_s_failure(
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 async def test_every_way_to_hang_in_every_part_is_one_episode_s_failure(
     write: Callable[..., Path], run_here: Callable[..., Any]
 ) -> None:

@@ -112,7 +112,7 @@ def measured(paths: Sequence[Path], processes: int) -> Iterator[tuple[Path, list
     ("kinds", "processes"),
     [
         (["kl", "bfloat16", "network", "images", "experts"], 1),
-        (["lora"], 2),
+        pytest.param(["lora"], 2, marks=pytest.mark.exhaustive),
         pytest.param(["plain", "probe"], 1, marks=pytest.mark.exhaustive),
         *(
             pytest.param([kind], processes, marks=pytest.mark.exhaustive)

@@ -37,7 +37,13 @@ def test_a_kind_has_no_findings_and_its_scenarios_take_every_transition(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", Kind)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=[] if kind in ("blank", "tools", "judge") else [pytest.mark.exhaustive])
+        for kind in Kind
+    ],
+)
 def test_a_new_users_commands_all_succeed_in_any_folder(tmp_path: Path, kind: Kind) -> None:
     """As printed, with the model that the spec names, and again after the folder was moved."""
     environment = {key: value for key, value in os.environ.items() if key != "MODEL"}
