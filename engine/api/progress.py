@@ -249,6 +249,8 @@ class RunPanel:
 
     live: RunCounters
     summary: RunSummary
+    more: Callable[[], list[str]] = list
+    """Lines below it."""
 
     def line(self) -> str:
         """Return the panel's main numbers on one line, for logs."""
@@ -258,7 +260,7 @@ class RunPanel:
             parts.append(f"{duration(live.eta)} left")
         if summary.episodes:
             parts.append(f"mean reward {summary.mean_reward:.3f}")
-        parts += [*endings(live), " ".join(running(live, "=")) or "0 running", *self._warnings()]
+        parts += [*endings(live), " ".join(running(live, "=")) or "0 running", *self._warnings(), *self.more()]
         return " · ".join(parts)
 
     def __rich__(self) -> Group:
@@ -272,7 +274,7 @@ class RunPanel:
             Text(f"{duration(live.seconds)}{left}", style="dim"),
         )
         more = [Text(line, style="yellow") for line in (*endings(live), *self._warnings())]
-        return Group(head, Text(speed(live)), Text("  ".join(running(live)), style="cyan"), *more)
+        return Group(head, Text(speed(live)), Text("  ".join(running(live)), style="cyan"), *more, *self.more())
 
     def _warnings(self) -> list[str]:
         unchecked = self.summary.unchecked_prompts

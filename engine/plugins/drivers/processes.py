@@ -7,7 +7,6 @@ import time
 from typing import TYPE_CHECKING
 
 import numpy as np
-from rich.console import Group
 
 from engine.api.progress import RunPanel, duration
 from engine.errors import StoreError
@@ -27,21 +26,6 @@ if TYPE_CHECKING:
     from engine.spec.rows.mix import TaskList
     from engine.spec.text.diagnostic import DataPath
     from engine.store.store import RunStore
-
-
-class DriversPanel(RunPanel):
-    """The panel of a run, with one line for each driver."""
-
-    def __init__(self, fleet: Fleet) -> None:
-        super().__init__(fleet.counters, fleet.summary)
-        self._fleet = fleet
-
-    def line(self) -> str:
-        """Return the main numbers on one line, and those of each driver."""
-        return " · ".join([super().line(), *driver_lines(self._fleet)])
-
-    def __rich__(self) -> Group:
-        return Group(super().__rich__(), *driver_lines(self._fleet))
 
 
 def driver_lines(fleet: Fleet) -> list[str]:
@@ -164,7 +148,8 @@ class DriverProcesses:
             fleet.counters.began = time.perf_counter()
 
         async with observers.of_errors():
-            with observers.watch(fleet.counters, fleet.summary), progress.watching(DriversPanel(fleet)):
+            panel = RunPanel(fleet.counters, fleet.summary, lambda: driver_lines(fleet))
+            with observers.watch(fleet.counters, fleet.summary), progress.watching(panel):
                 ended = await run_drivers(
                     loaded, fitting, kept, store, fleet, stop=stop, keep_going=keep_going, ready=ready
                 )

@@ -26,7 +26,6 @@ import structlog
 from engine import tokens
 from engine.errors import StoreError
 from engine.processes.worker import WorkerError, WorkerPool, default_processes
-from engine.schemas.base import Struct
 from engine.spec.code.entry import load_entry
 from engine.store.private import private_folder, whole_file
 from engine.tokens.loading import model_folders
@@ -113,13 +112,8 @@ class PreparedCache:
             size -= entry_size
 
 
-class Job(Struct, frozen=True, kw_only=True):
-    """A part of the rows."""
-
-    key: str
-    """Digest of everything that the result depends on."""
-    value: Any
-    """What the function gets; a JSON value."""
+Job = tuple[str, Any]
+"""A part of the rows: the digest of everything that the result depends on, and what the function gets, a JSON value."""
 
 
 def prepare(
@@ -153,7 +147,7 @@ def prepare(
         workers: WorkerPool | None = None
         for job in jobs:
             future: Future[Any] = Future()
-            cached = cache.get(job.key)
+            cached = cache.get(job[0])
             if cached is not None:
                 future.set_result(cached)
             elif most == 1 or (workers is None and spent < alone):
@@ -172,15 +166,17 @@ def prepare(
 
 
 def _in_this_process(job: Job, local: Callable[[Any], Any], cache: PreparedCache) -> Any:
-    result = local(job.value)
-    cache.put(job.key, result)
+    key, value = job
+    result = local(value)
+    cache.put(key, result)
     return result
 
 
 def _in_worker(workers: WorkerPool, job: Job, cache: PreparedCache) -> Any:
     """A job's result, in a thread of the workers."""
-    result = workers.ask(json.dumps(job.value).encode(), seconds=DEADLINE)
-    cache.put(job.key, result)
+    key, value = job
+    result = workers.ask(json.dumps(value).encode(), seconds=DEADLINE)
+    cache.put(key, result)
     return result
 
 

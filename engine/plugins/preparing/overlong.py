@@ -127,11 +127,11 @@ class PromptLengths:
             size += sum(len(message.text) for message in messages)
             if size >= PART_BYTES:
                 places.append(mine)
-                yield Job(key=digest_of_parts(self._inputs, json_text(part)), value=part)
+                yield digest_of_parts(self._inputs, json_text(part)), part
                 part, mine, size = [], [], 0
         if part:
             places.append(mine)
-            yield Job(key=digest_of_parts(self._inputs, json_text(part)), value=part)
+            yield digest_of_parts(self._inputs, json_text(part)), part
 
     @cached_property
     def _inputs(self) -> str:

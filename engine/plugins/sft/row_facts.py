@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from engine.errors import TrainError
-from engine.plugins.preparing.jobs import ALONE, Job, PreparedCache, digest_of_files, digest_of_parts, prepare
+from engine.plugins.preparing.jobs import ALONE, PreparedCache, digest_of_files, digest_of_parts, prepare
 from engine.spec.rows.parquet_rows import ParquetRows
 from engine.spec.rows.row import ListRows, RowFault, Rows
 from engine.spec.rows.text_rows import JsonlRows
@@ -90,10 +90,7 @@ def facts_of(file: Path, rows: Rows, processes: int | None = None, alone: float 
     inputs = digest_of_parts(digest_of_files([file]), digest_of_files([Path(__file__)]), file.suffix)
     parts = prepare(
         (
-            Job(
-                key=digest_of_parts(inputs, f"{start}/{step}"),
-                value=[str(file), start, min(start + step, count), size, changed],
-            )
+            (digest_of_parts(inputs, f"{start}/{step}"), [str(file), start, min(start + step, count), size, changed])
             for start in range(0, count, step)
         ),
         local=lambda part: _read(rows, part),

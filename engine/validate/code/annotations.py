@@ -230,11 +230,11 @@ def _is_wrong(head: Head, wanted: Wanted, steps: int = 0) -> bool:
         items = heads(head.arguments[0], head.scope) if wanted.items and len(head.arguments) == 1 else None
         return bool(items) and all(_is_wrong(item, Wanted(classes=wanted.items)) for item in items or ())
     if head.definition is not None:
-        family = lineage(head.definition, head.scope.sources)
-        if any(item.name in wanted.classes for item in family.classes):
+        classes, complete = lineage(head.definition, head.scope.sources)
+        if any(item.name in wanted.classes for item in classes):
             return False
-        is_known = family.complete or any(item.name in _CONTRACTS for item in family.classes)
-        return is_known and (wanted.wrong is None or any(item.name in wanted.wrong for item in family.classes))
+        is_known = complete or any(item.name in _CONTRACTS for item in classes)
+        return is_known and (wanted.wrong is None or any(item.name in wanted.wrong for item in classes))
     return head.name in (BUILTIN if wanted.wrong is None else wanted.wrong)
 
 

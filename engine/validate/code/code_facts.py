@@ -180,7 +180,7 @@ class ReadCode:
     @property
     def _bases(self) -> Sequence[Definition]:
         """A class, then its bases."""
-        return lineage(self.definition, self.sources).classes
+        return lineage(self.definition, self.sources)[0]
 
     @property
     def signature(self) -> inspect.Signature | None:

@@ -8,7 +8,7 @@ code does. What the text leaves open (a base class that cannot be read, a decora
     sources = Sources(base, access)
     entry = sources.entry("engine.environments.arithmetic:Arithmetic").definition
     entry.node                               # ast.ClassDef
-    lineage(entry, sources).classes          # the class and its bases, in the order of Python's MRO
+    lineage(entry, sources)[0]               # the class and its bases, in the order of Python's MRO
     member(entry, "step", sources)           # the method's definition, "missing" or "unknown"
 """
 
@@ -117,7 +117,7 @@ class Sources:
         self._base = base
         self._files = ModuleFiles(base, access)
         self._modules: dict[str, Module | None] = {}
-        self.lineages: dict[ast.AST, Lineage] = {}
+        self.lineages: dict[ast.AST, tuple[Sequence[Definition], bool]] = {}
         """Cache of `lineage`."""
 
     def entry(self, use: str) -> NotImported:
@@ -403,17 +403,9 @@ _KNOWN_DECORATORS = frozenset({"dataclass", "final", "runtime_checkable"})
 """Decorators of classes that remove no method."""
 
 
-class Lineage(Struct, frozen=True, kw_only=True, eq=False):
-    """A class with its bases."""
-
-    classes: Sequence[Definition]
-    """In the order of Python's MRO, the class first."""
-    complete: bool
-    """Whether these are all, and nothing else adds members to them."""
-
-
-def lineage(definition: Definition, sources: Sources) -> Lineage:
-    """Return a class with its bases."""
+def lineage(definition: Definition, sources: Sources) -> tuple[Sequence[Definition], bool]:
+    """Return a class with its bases, in the order of Python's MRO, the class first; and whether these are all, and
+    nothing else adds members to them."""
     cached = sources.lineages.get(definition.node)
     if cached is None:
         types: dict[ast.AST, type] = {}
@@ -422,7 +414,7 @@ def lineage(definition: Definition, sources: Sources) -> Lineage:
             classes = [vars(item)["definition"] for item in top.__mro__ if "definition" in vars(item)]
         except TypeError:  # bases that Python refuses
             classes, complete = [definition], False
-        cached = sources.lineages[definition.node] = Lineage(classes=classes, complete=complete)
+        cached = sources.lineages[definition.node] = classes, complete
     return cached
 
 
@@ -453,8 +445,8 @@ def _type_of(definition: Definition, sources: Sources, types: dict[ast.AST, type
 
 def member(definition: Definition, name: str, sources: Sources) -> Definition | Literal["missing", "unknown"]:
     """Return the method of a class; `unknown` where the text leaves open what it is, or whether there is one."""
-    family = lineage(definition, sources)
-    for item in family.classes:
+    classes, complete = lineage(definition, sources)
+    for item in classes:
         assert isinstance(item.node, ast.ClassDef)
         if any(
             isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and isinstance(node.value, ast.Name)
@@ -475,11 +467,11 @@ def member(definition: Definition, name: str, sources: Sources) -> Definition | 
                 )
             ):
                 continue  # it is only declared: `pass`, `...` or a docstring
-            certain = family.complete or item.node is definition.node
+            certain = complete or item.node is definition.node
             if method is None or not certain or isinstance(method.node, ast.ClassDef):
                 return "unknown"
             return method
-    return "missing" if family.complete else "unknown"
+    return "missing" if complete else "unknown"
 
 
 # ---- what a definition says

@@ -194,12 +194,12 @@ def names_of(ctx: CheckContext, use: str, role: str) -> WrittenNames:
         not is_class and role in ("environment", "user") and not is_function_environment(code.definition.node)
     ):
         return ANY_NAME  # what a function builds may be any class
-    family = lineage(code.definition, ctx.sources) if is_class else None
-    if family is not None and not family.complete:
+    classes, complete = lineage(code.definition, ctx.sources) if is_class else ((), True)
+    if not complete:
         return ANY_NAME
     names = WrittenNames()
     waiting: list[Module | None] = [code.definition.module]
-    waiting += [item.module for item in family.classes] if family is not None else []
+    waiting += [item.module for item in classes]
     seen: set[str] = set()
     while waiting:
         module = waiting.pop()

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from engine.plugins.preparing.jobs import Job, PreparedCache, digest_of_parts, prepare
+from engine.plugins.preparing.jobs import PreparedCache, digest_of_parts, prepare
 
 REMOTE = "jobs_for_tests:work"
 
@@ -35,7 +35,7 @@ def run(folder: Path, values: list[dict[str, Any]], processes: int, **common: An
     common["parent"] = os.getpid()
     return list(
         prepare(
-            [Job(key=digest_of_parts("squares", str(value["number"])), value=value) for value in values],
+            [(digest_of_parts("squares", str(value["number"])), value) for value in values],
             local=lambda value: work(common, value),
             remote=REMOTE,
             common=common,
