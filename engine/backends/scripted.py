@@ -182,14 +182,14 @@ class ScriptedBackend(Backend):
         end = len(sampled) if met is None else met + 1
         string = StopStrings(self._format.decode, stop).first(sampled[:end]) if stop else None
         if met is not None and (string is None or string[0] >= end):
-            found = end, FinishReason(type="stop", matched=sampled[met])
+            ending_of_reply = end, FinishReason(type="stop", matched=sampled[met])
         elif string is not None:
-            found = string[0], FinishReason(type="stop", matched=string[1])
+            ending_of_reply = string[0], FinishReason(type="stop", matched=string[1])
         else:
             message = "the script sets `finish: abort`" if reply.finish == "abort" else None
-            found = len(ids), FinishReason(type=reply.finish, message=message)
-        self._ends[key] = found
-        return found
+            ending_of_reply = len(ids), FinishReason(type=reply.finish, message=message)
+        self._ends[key] = ending_of_reply
+        return ending_of_reply
 
 
 def write_reply(format: ChatTemplate, reply: ScriptedReply) -> list[int]:

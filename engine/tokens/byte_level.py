@@ -144,9 +144,9 @@ def _cuts(step: dict[str, Any]) -> list[Cut] | None:
     if not steps or [step["type"] == "ByteLevel" for step in steps] != [False] * (len(steps) - 1) + [True]:
         return None
     cuts: list[Cut] = []
-    for each in steps:
+    for splitter in steps:
         cut: Cut | None = None
-        match each:
+        match splitter:
             case {"type": "Split", "pattern": {"Regex": str(pattern)}, "behavior": "Isolated", "invert": False}:
                 cut = _by(pattern)
             case {"type": "Digits", "individual_digits": bool(single)}:

@@ -104,13 +104,13 @@ def characters(value: Any) -> Any:
 def _pieces(quoted: str, name: str, *args: Any, **kwargs: Any) -> Any:
     """What a method that takes a text apart gives for the text before quoting, with the marks."""
     text, units = unquote(quoted), _units(quoted)
-    found, at = [], 0
+    marked, at = [], 0
     pieces = getattr(text, name)(*map(plain, args), **kwargs)
     for piece in pieces:
         at = text.index(piece, at)
-        found.append("".join(units[at : at + len(piece)]))
+        marked.append("".join(units[at : at + len(piece)]))
         at += len(piece)
-    return type(pieces)(found)
+    return type(pieces)(marked)
 
 
 def _trimmed(quoted: str, name: str, *args: Any) -> str:

@@ -71,7 +71,7 @@ def credited_columns(
         group.setdefault(row.episode.episode_id, []).append(index)
     columns: dict[int, LossColumns] = {}
     for group in groups.values():
-        own = {
+        present = {
             episode: _member(
                 [rows[i] for i in indices],
                 None if values is None else [values[i] for i in indices],
@@ -81,9 +81,9 @@ def credited_columns(
             for episode, indices in group.items()
         }
         members = {
-            episode: own.get(episode, member)
+            episode: present.get(episode, member)
             for episode, member in _credit(rows[next(iter(group.values()))[0]]).members.items()
-            if episode in own or not credit.needs_values  # there are no values of tokens that no row has
+            if episode in present or not credit.needs_values  # there are no values of tokens that no row has
         }
         advantages = credit_tokens(credit, list(members.values()))
         plain = advantages
@@ -92,9 +92,9 @@ def credited_columns(
             without_parts = [replace(member, ledger=replace(member.ledger, parts=())) for member in members.values()]
             plain = credit_tokens(targets or credit, without_parts)
         for episode, of_turns, of_values in zip(members, advantages, plain, strict=True):
-            if episode in own:
+            if episode in present:
                 indices = group[episode]
-                of_rows = _columns([rows[i] for i in indices], own[episode], of_turns, of_values, credit, by_turn)
+                of_rows = _columns([rows[i] for i in indices], present[episode], of_turns, of_values, credit, by_turn)
                 columns |= zip(indices, of_rows, strict=True)
     return [columns[index] for index in range(len(rows))]
 

@@ -251,7 +251,7 @@ class _Examiner:
             ]
             pairs = [*zip(imported.diagnostics, imported.excerpts, strict=True), *extra]
             pairs.sort(key=lambda pair: pair[0].place)
-            return replace(imported, diagnostics=[item for item, _ in pairs], excerpts=[each for _, each in pairs])
+            return replace(imported, diagnostics=[item for item, _ in pairs], excerpts=[shown for _, shown in pairs])
         except (ChildError, ValueError) as error:
             failed = _failed(
                 path,

@@ -320,14 +320,14 @@ class Graph:
         if places is None:
             action, own_events = self.actions.get(state), self.events.get(state, ())
             taken = [own_event for own_event in own_events if event in (None, own_event)]
-            found: dict[Place, None] = {}
+            reached: dict[Place, None] = {}
             for place in self.by_state.get(state, ()):
                 if action is None or event in ALWAYS_EVENTS:
-                    found[place] = None
+                    reached[place] = None
                 elif not self.rests(place):
                     for own_event in taken:
-                        found |= dict.fromkeys(after for after, _ in self.after(place, action, own_event))
-            places = self._moments[state, event] = tuple(found)
+                        reached |= dict.fromkeys(after for after, _ in self.after(place, action, own_event))
+            places = self._moments[state, event] = tuple(reached)
         return places
 
 

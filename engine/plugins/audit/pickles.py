@@ -287,12 +287,12 @@ def _converted(value: Any, depth: int, done: dict[int, Any]) -> Any:
         raise AuditError(f"values are nested more than {MAX_DEPTH} deep")
     if id(value) not in done:
         if isinstance(value, dict):
-            found: Any = {key: _converted(item, depth + 1, done) for key, item in value.items()}
+            plain_value: Any = {key: _converted(item, depth + 1, done) for key, item in value.items()}
         elif isinstance(value, Inert):
-            found = _record(value, depth, done)
+            plain_value = _record(value, depth, done)
         else:
-            found = [_converted(item, depth + 1, done) for item in value]
-        done[id(value)] = found
+            plain_value = [_converted(item, depth + 1, done) for item in value]
+        done[id(value)] = plain_value
     return done[id(value)]
 
 

@@ -213,8 +213,8 @@ class Sources:
 
     def _member(self, name: str, attribute: str, steps: int) -> Found:
         """What `name.attribute` is, of the module `name`."""
-        known = name.partition(".")[0] in sys.stdlib_module_names or name.startswith("typing_extensions")
-        if known or (module := self.module(name)) is None:
+        is_library = name.partition(".")[0] in sys.stdlib_module_names or name.startswith("typing_extensions")
+        if is_library or (module := self.module(name)) is None:
             return External(name=f"{name}.{attribute}")
         if attribute in module.names:
             return self._named(module, attribute, steps)
