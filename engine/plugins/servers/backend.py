@@ -31,8 +31,8 @@ from engine.schemas.generation import GenerateRequest, Generation, SamplingParam
 if TYPE_CHECKING:
     from engine.backends.backend import PolicyAdapter
     from engine.backends.outage import Outage
-    from engine.plugins.launch.servers import ServerProcesses
     from engine.plugins.servers.dialect import Dialect
+    from engine.plugins.servers.launched import LaunchedServers
     from engine.plugins.servers.sessions import Sessions
     from engine.plugins.servers.wire import ReplyPart
     from engine.schemas.backend import ServersSpec
@@ -67,7 +67,7 @@ class ServersBackend(Backend):
         sampling: SamplingParams,
         model: str,
         api_key: str | None = None,
-        launched: ServerProcesses | None = None,
+        launched: LaunchedServers | None = None,
         layout: ExpertLayout | None = None,
     ) -> None:
         """Nothing is opened yet. `sampling` is tested at the start; `layout`: the model's experts, where they are

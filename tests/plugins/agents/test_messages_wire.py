@@ -14,7 +14,7 @@ from wire_kit import PNG, REPLY, URI, Answers, Talk, endpoint, replies
 
 from engine.plugins.agents import server
 from engine.plugins.agents.wire.messages import Messages
-from engine.plugins.agents.wire.requests import ApiError, ModelReply, Replies, Session, Stored
+from engine.plugins.agents.wire.requests import ApiError, ModelReply, Replies, Session
 from engine.schemas.message import ImagePart, Message, TextPart
 
 API = Messages()
@@ -236,7 +236,7 @@ def test_a_stored_thread_is_continued_with_its_system_prompt_and_tools() -> None
     talk.check_one_tape()
     assert request.messages[0] == Message(role="system", content="S")
     assert request.tools[0]["function"]["name"] == "f"
-    talk.session.stored["resp_1"] = Stored(messages=[])  # of another API
+    talk.session.stored["resp_1"] = [], None  # of another API
     for change, param in (
         ({"tools": [TOOL]}, "tools"),
         ({"thread": {"type": "continue", "previous_message_id": "x"}}, "thread.previous_message_id"),

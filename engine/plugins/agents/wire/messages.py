@@ -85,8 +85,9 @@ class Messages(ModelApi):
         reader = Reader(body, FIELDS, session)
         _choice(reader)
         if (stored := _thread(body, session)) is not None:
-            reader.body = body = body | {"tools": stored.tools}
-            said = [*stored.messages]
+            before, tools = stored
+            reader.body = body = body | {"tools": tools}
+            said = [*before]
         else:
             system = fields.content(body.get("system"), "system", fields.content_part)
             said = [Message(role="system", content=system)] if system else []
@@ -104,8 +105,7 @@ class Messages(ModelApi):
         """See `ModelApi`."""
         [reply] = answer.replies
         if request.body.get("thread") is not None:
-            stored = Stored(messages=[*request.messages, reply.message], tools=request.body.get("tools"))
-            session.stored[f"msg_{answer.id}"] = stored
+            session.stored[f"msg_{answer.id}"] = [*request.messages, reply.message], request.body.get("tools")
         return _frame(request, answer, session) | {
             "content": _blocks(reply, request.body.get("thinking")),
             "stop_reason": _reason(reply, request),

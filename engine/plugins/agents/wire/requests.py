@@ -35,13 +35,9 @@ class ApiError(Exception):
         self.message, self.param, self.status, self.code = brief(message), param, status, code
 
 
-class Stored(Struct, frozen=True, kw_only=True):
-    """A conversation that the endpoint keeps, so that a later request sends only what is new."""
-
-    messages: list[Message]
-    """Up to and with a reply."""
-    tools: list[Any] | None = None
-    """Its tools as the request gave them, where later requests do not repeat them."""
+Stored = tuple[list["Message"], list[Any] | None]
+"""A conversation that the endpoint keeps, so that a later request sends only what is new: the messages up to and with a
+reply, and its tools as the request gave them, where later requests do not repeat them."""
 
 
 class Session(Struct, frozen=True, kw_only=True):

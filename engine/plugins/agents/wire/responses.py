@@ -24,7 +24,6 @@ from engine.plugins.agents.wire.requests import (
     ModelRequest,
     Replies,
     Session,
-    Stored,
     event,
 )
 from engine.schemas.message import ImagePart, Message
@@ -103,7 +102,7 @@ class Responses(ModelApi):
             new = [Message(role="user", content=fields.text(asked, "input"))]
         else:
             new = _messages(fields.objects(asked, "input"))
-        said = [*(stored.messages if stored is not None else ()), *new]
+        said = [*(stored[0] if stored is not None else ()), *new]
         if not said:
             raise ApiError("`input` must be a text or a list of at least one item", param="input")
         instructions = body.get("instructions")
@@ -119,8 +118,9 @@ class Responses(ModelApi):
         body = request.body
         if body.get("store") is not False:
             began = 1 if body.get("instructions") is not None else 0
-            session.stored[f"resp_{answer.id}"] = Stored(
-                messages=[*request.messages[began:], reply.message]
+            session.stored[f"resp_{answer.id}"] = (
+                [*request.messages[began:], reply.message],
+                None,
             )  # without instructions
         response = _frame(request, answer, session)
         cut = reply.finish == "length"
