@@ -118,10 +118,8 @@ class Responses(ModelApi):
         body = request.body
         if body.get("store") is not False:
             began = 1 if body.get("instructions") is not None else 0
-            session.stored[f"resp_{answer.id}"] = (
-                [*request.messages[began:], reply.message],
-                None,
-            )  # without instructions
+            # without instructions
+            session.stored[f"resp_{answer.id}"] = [*request.messages[began:], reply.message], None
         response = _frame(request, answer, session)
         cut = reply.finish == "length"
         response |= {
