@@ -156,7 +156,7 @@ def bfloat16(rehearse: bool) -> None:
             logprobs, _ = policy.forward(pack, entropy=False)
             logprobs.float().mean().backward()
             norm = torch.nn.utils.get_total_norm(
-                [each.grad.float() for each in policy.parameters() if each.grad is not None]
+                [each.grad.float() for _, each in policy.named_parameters() if each.grad is not None]
             )
             results[precision] = (logprobs.detach().float().cpu(), float(norm))
     print(
@@ -213,7 +213,7 @@ def step_7b(rehearse: bool) -> None:
     if not rehearse:
         torch.cuda.synchronize()
     seconds = time.perf_counter() - began
-    parameters = sum(each.numel() for each in policy.parameters())
+    parameters = sum(each.numel() for _, each in policy.named_parameters())
     embedded = policy.model.get_input_embeddings().weight.numel()
     heads = policy.model.config.num_attention_heads
     width = policy.model.config.hidden_size // heads

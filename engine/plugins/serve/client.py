@@ -179,7 +179,7 @@ class GroupClient(AbstractContextManager["GroupClient"]):
                             seen.add(group.number)
                             yield group
                         last = time.monotonic()
-            except (httpx.TransportError, _RetryError) as error:
+            except httpx.TransportError as error:
                 if time.monotonic() - last > self._patience:
                     raise ServeError(f"the service was away for {self._patience:g} s: {error}", "away") from error
             time.sleep(0.5)
@@ -193,7 +193,7 @@ class GroupClient(AbstractContextManager["GroupClient"]):
                     _raise(reply)
                 found: dict[str, Any] = reply.json()
                 return found
-            except (httpx.TransportError, _RetryError) as error:
+            except httpx.TransportError as error:
                 if time.monotonic() - began > self._patience:
                     raise ServeError(f"the service was away for {self._patience:g} s: {error}", "away") from error
             time.sleep(0.5)
@@ -208,17 +208,13 @@ class GroupClient(AbstractContextManager["GroupClient"]):
         self.close()
 
 
-class _RetryError(Exception):
-    """The same request may succeed later."""
-
-
 def _raise(reply: httpx.Response) -> None:
     try:
         error = reply.json()["error"]
     except (ValueError, KeyError, TypeError):
         error = {"message": reply.text[:500], "code": "unknown"}
     if reply.status_code in (429, 503):
-        raise _RetryError(error["message"])
+        raise httpx.TransportError(error["message"])  # the same request may succeed later
     raise ServeError(f"{reply.status_code}: {error['message']}", error["code"])
 
 

@@ -11,7 +11,6 @@ import torch
 from ended_runs import run_to_end
 from installed_plugins import needs_plugin
 from nets_for_tests import build, make_row, plain
-from recomputed import recompute
 from slow_cases import slow_after
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -25,6 +24,7 @@ from engine.train.distributed import ProcessGroup
 from engine.train.files import write_tensors
 from engine.train.packing import pack_rows
 from engine.train.policy import Policy
+from engine.train.verify import recompute
 
 ROWS = [make_row([5, 3, 8, 8, 2, 9, *tail]) for tail in ([4, 4, 1], [7, 2], [4, 1, 3, 3])]
 LORA = {"rank": 3, "alpha": 6.0}

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 import vision_kit
-from recomputed import recompute
 from slow_cases import slow_but
 from test_vision_episodes import GALLERY
 from training_rows import row_of
@@ -22,6 +21,7 @@ from engine.store.rows.row import TrainingRow
 from engine.tokens.vision import Vision
 from engine.train.packing import pack_rows
 from engine.train.policy import Policy
+from engine.train.verify import recompute
 
 
 def open_policy(folder: Path, vision: Vision | None, **spec: Any) -> Policy:

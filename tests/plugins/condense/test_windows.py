@@ -12,7 +12,6 @@ import torch
 from command_line import trajectories_of
 from ended_runs import Ran
 from journals import write_entries
-from recomputed import recompute
 from slow_cases import slow_but
 from test_condensing import sampled
 from test_policy_vision import open_policy
@@ -34,6 +33,7 @@ from engine.tokens.images import digest_of
 from engine.tokens.loading import load_format
 from engine.train.packed_model import vision_inputs
 from engine.train.packing import pack_rows
+from engine.train.verify import recompute
 
 
 def window(

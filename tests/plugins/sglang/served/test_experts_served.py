@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import tiny_moe
 import yaml
-from recomputed import recompute
 from test_episodes_served import played, write_spec
 from trainings import begin_training, metric_lines
 
@@ -22,6 +21,7 @@ from engine.schemas.train import TrainSpec
 from engine.spec.load import load_spec
 from engine.store.rows.export import training_rows
 from engine.train.policy import Policy
+from engine.train.verify import recompute
 
 Running = Any
 

@@ -82,7 +82,7 @@ def nudge(policy: Policy, seed: int = 5) -> None:
     """As a step of training: every trained parameter is another one."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for parameter in policy.parameters():
+        for _, parameter in policy.named_parameters():
             parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
 
 

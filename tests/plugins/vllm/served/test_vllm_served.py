@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from command_line import engine_apart
 from generate_requests import generate_request
-from recomputed import recompute
 from written_specs import TALKS_ON_WHEN_CUT, save_spec
 
 from engine.errors import BackendError
@@ -26,6 +25,7 @@ from engine.store.rows.export import training_rows
 from engine.store.rows.row import TrainingRow
 from engine.tokens.loading import load_format
 from engine.train.policy import Policy
+from engine.train.verify import recompute
 
 TRAIN = Path(__file__).parents[3] / "core" / "train"
 TEMPERATURE = 0.7
