@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import yaml
-from slow_cases import slow_but
 from typer.testing import CliRunner
 
 from engine.cli.main import app
@@ -49,9 +48,15 @@ def test_the_guide_has_two_jobs_with_a_time_limit() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "command",
-    slow_but(
-        commands(), *(words for words in commands() if words[:2] == ["engine", "validate"] and "--import" not in words)
-    ),
+    [  # .ci/run validates the specs with imports, and test_test_command plays their scenarios
+        pytest.param(
+            words,
+            marks=[]
+            if words[:2] == ["engine", "validate"] and "--import" not in words
+            else [pytest.mark.slow, pytest.mark.exhaustive],
+        )
+        for words in commands()
+    ],
     ids=" ".join,
 )
 def test_what_the_guide_runs_runs(command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -154,7 +154,7 @@ def test_without_any_folder(tmp_path: Path, tiny_tokenizer_dir: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("off", [*OWN, "*"])
+@pytest.mark.parametrize("off", [*(pytest.param(name, marks=pytest.mark.exhaustive) for name in OWN), "*"])
 def test_left_out_by_the_variable(off: str, tmp_path: Path, tiny_tokenizer_dir: Path) -> None:
     """As without the folder; what is imported is shown there."""
     names = OWN if off == "*" else [off]

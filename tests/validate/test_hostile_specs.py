@@ -32,7 +32,8 @@ def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def slow(names: Iterable[str]) -> list[Any]:
     """The names, those that take long marked."""
-    return [pytest.param(name, marks=pytest.mark.slow if name in LONG else ()) for name in names]
+    marks = {name: [pytest.mark.slow] for name in LONG} | {"reward rules": [pytest.mark.slow, pytest.mark.exhaustive]}
+    return [pytest.param(name, marks=marks.get(name, [])) for name in names]
 
 
 def examined(text: str) -> Report:

@@ -68,7 +68,13 @@ def test_a_section_that_fails_is_on_the_page_with_its_error(script: Any, monkeyp
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["attention", "bfloat16", pytest.param("step", marks=needs_plugin("plan"))])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("attention", "bfloat16")),
+        pytest.param("step", marks=needs_plugin("plan")),
+    ],
+)
 def test_a_rehearsal_runs_the_section_on_a_cpu(name: str, script: Any) -> None:
     done = check("--rehearse", "--only", name)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -163,6 +163,7 @@ def test_gsm8k_grades_an_answer_that_the_user_had_no_turn_left_for(tmp_path: Pat
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.model
 def test_the_quickstart_takes_every_transition_that_a_sound_run_can(tmp_path: Path, smollm_dir: Path) -> None:
     episodes = run(QUICKSTART, tmp_path, f"model.path={smollm_dir}")

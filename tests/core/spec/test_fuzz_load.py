@@ -182,7 +182,7 @@ def test_any_text_is_read_or_refused(tmp_path: Path, text: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@settings(max_examples=1000, deadline=None, suppress_health_check=QUIET)
+@settings(max_examples=500, deadline=None, suppress_health_check=QUIET)
 @given(texts)
 def test_very_many_texts_are_read_or_refused(tmp_path: Path, text: str) -> None:
     check(text, tmp_path)

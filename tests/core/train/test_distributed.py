@@ -52,7 +52,7 @@ def launched(launcher: str, folder: Path, kind: str, processes: int) -> list[str
     [
         ("accelerate", "lora", 2),
         ("torchrun", "kl", 4),
-        pytest.param("torchrun", "network", 2, marks=needs_plugin("critic")),
+        pytest.param("torchrun", "network", 2, marks=[pytest.mark.exhaustive, needs_plugin("critic")]),
         ("torchrun", "experts", 2),
         pytest.param("accelerate", "plain", 2, marks=pytest.mark.exhaustive),
         pytest.param("torchrun", "tied", 4, marks=pytest.mark.exhaustive),

@@ -105,7 +105,9 @@ def uninterrupted() -> dict[str, Any]:
 
 
 @pytest.mark.slow  # by default: episodes that were running continue, below
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    "place", [pytest.param(place, marks=[pytest.mark.exhaustive] if at % 2 else []) for at, place in enumerate(PLACES)]
+)
 async def test_killed_anywhere_and_resumed_it_is_the_training_that_was_not_killed(
     place: str, exact_spec: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uninterrupted: dict[str, Any]
 ) -> None:

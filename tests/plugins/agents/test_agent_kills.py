@@ -128,6 +128,7 @@ async def test_an_episode_killed_after_any_commit_goes_on_from_its_journal(
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 async def test_requests_in_parallel_go_on_from_the_journal_in_its_order_or_begin_again(
     tmp_path: Path, tiny_tokenizer_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -296,7 +296,7 @@ async def test_a_program_that_asks_otherwise_on_a_resume_begins_again(tmp_path: 
     program = "chat(ASK, {'role': 'user', 'content': str(time.time())})\nchat(ASK)\nreward()"
     spec = Resumed(write_spec(tmp_path, tiny_tokenizer_dir, program, ["a", "b"]))
     attempts = []
-    for commit in range(2, 8):
+    for commit in (3, 5, 7):
         out = tmp_path / f"runs{commit}"
         await spec.starved(out, commit)
         await spec.run(out)

@@ -119,7 +119,7 @@ def filtered_spec(train_spec: Any) -> Any:
 
 
 @pytest.mark.slow  # by default: a killed training in test_surviving
-@pytest.mark.parametrize("call", [17, 27, 45])
+@pytest.mark.parametrize("call", [27, *(pytest.param(call, marks=pytest.mark.exhaustive) for call in (17, 45))])
 async def test_a_killed_training_skips_the_same_draws(
     call: int, filtered_spec: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

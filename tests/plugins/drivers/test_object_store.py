@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 from written_specs import save_spec, scripted_spec
 
-pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.exhaustive, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).parents[3]
 URL = "s3://bucket/runs/r1"

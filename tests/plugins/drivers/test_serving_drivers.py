@@ -35,6 +35,7 @@ def read(url: str, id: str, count: int) -> list[Group]:
         return sorted(client.groups(id, count=count), key=lambda group: group.number)
 
 
+@pytest.mark.exhaustive
 def test_groups_of_two_drivers_are_those_of_one_process_also_after_a_kill(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -78,7 +78,7 @@ split = st.lists(
 
 
 @pytest.mark.slow
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(leases=split)
 def test_any_split_over_drivers_reads_as_the_run_in_one_store(
     tmp_path_factory: pytest.TempPathFactory, leases: list[tuple[int, str, bool, bool]]

@@ -137,7 +137,7 @@ async def test_workers_are_other_processes_without_torch_and_with_uids_of_their_
     assert not [pid for pid in pids if os.path.exists(f"/proc/{pid}")]  # noqa: ASYNC240, PTH110
 
 
-EPISODES = int(os.environ.get("EPISODE_ENGINE_TEST_EPISODES", "300"))
+EPISODES = int(os.environ.get("EPISODE_ENGINE_TEST_EPISODES", "150"))
 """1,000 take about a minute."""
 
 

@@ -150,12 +150,12 @@ def test_the_plan_is_what_a_step_takes(spec: Any, kinds: list[str], processes: i
         ("kl", 1, False),
         ("kl", 4, True),
         ("lora", 2, True),
-        ("bfloat16", 2, True),
-        ("probe", 1, True),
-        ("network", 2, False),
         ("experts", 2, True),
         ("images", 1, True),
-        ("images again", 2, True),
+        *(
+            pytest.param(*case, marks=pytest.mark.exhaustive)
+            for case in (("bfloat16", 2, True), ("probe", 1, True), ("network", 2, False), ("images again", 2, True))
+        ),
     ],
 )
 def test_two_short_models_and_few_blocks_of_logits_give_the_plan_of_all_layers_and_ids(

@@ -140,6 +140,7 @@ def test_a_server_that_is_killed_twice_costs_no_episode(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("servers", ["sglang", pytest.param("openai", marks=pytest.mark.exhaustive)], indirect=True)
 def test_the_time_of_an_outage_is_no_episode_s(tmp_path: Path, tiny_tokenizer_dir: Path, servers: Servers) -> None:
     """The outage is longer than an episode may take, and than one reply may."""
     limits = {"assistant_turns": 4, "turn_tokens": 64, "episode_seconds": 5}

@@ -64,7 +64,7 @@ def serving(model: Path, state: Path) -> Iterator[str]:
         subprocess.run([SCRIPT, "stop", "--port", port], env=environment, capture_output=True, check=False)
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("family", [pytest.param("qwen2_5_vl", marks=pytest.mark.exhaustive), "qwen3_vl"])
 async def test_episodes_are_exact_to_the_pixel(
     make_spec: Any, run_spec: Any, vlm: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory, family: str
 ) -> None:
@@ -190,7 +190,7 @@ async def test_features_of_an_image_are_its_own_and_of_the_newest_weights(
             await backend.close()
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("family", [pytest.param("qwen2_5_vl", marks=pytest.mark.exhaustive), "qwen3_vl"])
 async def test_a_session_has_its_images_at_the_places_of_whole_prompts(
     vlm: Callable[[str], Path],
     tmp_path_factory: pytest.TempPathFactory,

@@ -267,7 +267,13 @@ BROKEN = ("action", "facts", "record", "rules", "spec", "spec_facts")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("module", BROKEN)
+@pytest.mark.parametrize(
+    "module",
+    [
+        pytest.param(module, marks=[] if module in ("action", "rules") else [pytest.mark.exhaustive])
+        for module in BROKEN
+    ],
+)
 def test_a_broken_one_is_told_once_with_its_cause(
     module: str, layer: Path, tmp_path: Path, tiny_tokenizer_dir: Path
 ) -> None:
@@ -290,7 +296,9 @@ def test_a_broken_one_is_told_once_with_its_cause(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("module", ["action", "spec", "spec_facts"])
+@pytest.mark.parametrize(
+    "module", ["action", *(pytest.param(module, marks=pytest.mark.exhaustive) for module in ("spec", "spec_facts"))]
+)
 def test_a_stored_run_is_not_replayed_with_a_broken_one(
     module: str, layer: Path, tmp_path: Path, tiny_tokenizer_dir: Path
 ) -> None:

@@ -115,7 +115,7 @@ def teach(tiny_model_dir: Path, folder: Path) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", params=PARSERS)
+@pytest.fixture(scope="module", params=["parser", pytest.param("text", marks=pytest.mark.exhaustive)])
 def served(request: Any, server_of: Any, learned: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     with server_of(learned, tmp_path_factory.mktemp("served"), *PARSERS[request.param]) as server:
         yield server
