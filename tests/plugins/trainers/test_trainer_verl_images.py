@@ -159,7 +159,11 @@ def test_verls_own_pass_over_the_rows_gives_the_engines_log_probs(
 @RAY
 @pytest.mark.parametrize(
     ("way", "changes", "template", "count"),
-    [("loop", {}, FORGETFUL, 23), ("loop", FOUR_TURNS, None, 13), ("manager", FOUR_TURNS, None, 13)],
+    [
+        pytest.param("loop", {}, FORGETFUL, 23, marks=pytest.mark.exhaustive),
+        pytest.param("loop", FOUR_TURNS, None, 13, marks=pytest.mark.exhaustive),
+        ("manager", FOUR_TURNS, None, 13),
+    ],
     ids=["a_row_for_each_turn", "a_window_in_the_loop", "a_window"],
 )
 def test_several_rows_of_an_episode_have_their_own_images(
@@ -186,7 +190,7 @@ def test_several_rows_of_an_episode_have_their_own_images(
 @pytest.mark.slow
 @pytest.mark.trainers
 @RAY
-@pytest.mark.parametrize("way", ["manager", "loop"])
+@pytest.mark.parametrize("way", ["manager", pytest.param("loop", marks=pytest.mark.exhaustive)])
 def test_verl_gets_the_experts_that_its_servers_report(
     way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
