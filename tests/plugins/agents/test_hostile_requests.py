@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from wire_kit import URI
 
 from engine.plugins.agents.server import APIS
-from engine.plugins.agents.wire.requests import ApiError, Session, Stored
+from engine.plugins.agents.wire.requests import ApiError, Session
 from engine.schemas.message import Message
 from engine.storable import refusal
 
@@ -120,7 +120,7 @@ def test_any_part_may_be_of_another_type(path: str, value: Any) -> None:
             inside = inside[key]
         inside[place[-1]] = value
         with suppress(ApiError):
-            APIS[path].read(body, Session(stored={"resp_1": Stored(messages=[Message(role="user", content="Q")])}))
+            APIS[path].read(body, Session(stored={"resp_1": ([Message(role="user", content="Q")], None)}))
 
 
 @pytest.mark.parametrize("path", APIS)
@@ -128,7 +128,7 @@ def test_any_part_may_be_of_another_type(path: str, value: Any) -> None:
 def test_any_body_is_read_or_refused(path: str, data: Any) -> None:
     session = Session(
         allow=frozenset({"temperature", "stop", "max_tokens", "top_k"}),
-        stored={"resp_1": Stored(messages=[Message(role="user", content="Q")])},
+        stored={"resp_1": ([Message(role="user", content="Q")], None)},
     )
     holder = {"body": copy.deepcopy(BODIES[path])}
     assert APIS[path].read(holder["body"], session).messages
