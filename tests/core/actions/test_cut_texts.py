@@ -131,4 +131,4 @@ async def test_an_episode_records_what_was_shown(tmp_path: Path, tiny_tokenizer_
     assert shown.startswith("no no no")
     assert shown.endswith("characters left out …]\n")
     assert count(form, shown) <= 60
-    assert [entry.record.results[0].content for entry in journal if entry.record.kind == "tools"] == [shown]
+    assert [entry.record.results[0].content for entry in journal if entry.record.kind == "tools"] == [shown]  # type: ignore[attr-defined]

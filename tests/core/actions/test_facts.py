@@ -35,7 +35,7 @@ def test_an_action_is_called_as_its_entry_says(name: str) -> None:
 @pytest.mark.parametrize("limit", LIMITS, ids=lambda limit: limit.name)
 def test_a_limit_names_a_key_of_the_spec_an_action_and_a_guard_variable(limit: Limit) -> None:
     owner = {"limits": LimitsSpec, "model": ModelSpec, "user": ModelUserLimits}[limit.owner]
-    assert limit.name.rpartition(".")[2] in {*owner.model_fields, *(key for key, _, _ in section_fields(owner))}
+    assert limit.name.rpartition(".")[2] in {*owner.model_fields, *(key for key, _, _ in section_fields(owner))}  # type: ignore[attr-defined]
     assert limit.action is None or limit.action in ACTIONS
     assert (limit.count is not None) or limit.cuts or limit is EPISODE_SECONDS
     if limit.variable is not None:
@@ -50,7 +50,7 @@ def test_every_limit_of_a_spec_is_in_the_table() -> None:
     fields = {LimitsSpec: "limits", ModelUserLimits: "user"}
     for owner, name in fields.items():
         listed = {limit.name.rpartition(".")[2] for limit in LIMITS if limit.owner == name}
-        keys = {*owner.model_fields, *(key for key, _, _ in section_fields(owner))}
+        keys = {*owner.model_fields, *(key for key, _, _ in section_fields(owner))}  # type: ignore[attr-defined]
         settings = {
             "tool_result_keep",
             "tool_result_mark",

@@ -25,14 +25,14 @@ def user(text: str) -> Message:
 
 def test_a_game_step_by_step(view: View) -> None:
     game = guess_number(most=9)
-    assert game.reset(TASK, 3) == Reset(messages=[user("Guess my number, from 1 to 9. Write <guess>7</guess>.")])
-    assert game.step(view(TASK, "<guess>5</guess>")) == Step(event="continue", messages=[user("Higher.")])
-    assert game.step(view(TASK, "seven")) == Step(
+    assert game.reset(TASK, 3) == Reset(messages=[user("Guess my number, from 1 to 9. Write <guess>7</guess>.")])  # type: ignore[attr-defined]
+    assert game.step(view(TASK, "<guess>5</guess>")) == Step(event="continue", messages=[user("Higher.")])  # type: ignore[attr-defined]
+    assert game.step(view(TASK, "seven")) == Step(  # type: ignore[attr-defined]
         event="continue",
         messages=[user("Write <guess>7</guess> with your number.")],
         rewards=[RewardEvent(name="format", value=-0.1, cause="guess_number")],
     )
-    assert game.step(view(TASK, "<guess>7</guess>")) == Step(
+    assert game.step(view(TASK, "<guess>7</guess>")) == Step(  # type: ignore[attr-defined]
         event="done", rewards=[RewardEvent(name="won", value=1.0, cause="guess_number")], facts={"solved": True}
     )
 
@@ -52,7 +52,7 @@ def test_a_spec_may_set_every_parameter_that_is_not_the_engines() -> None:
     assert (game.__name__, game.__doc__, game.__module__, game.events) == (
         "game", "A game.", __name__, ("continue", "done")
     )  # fmt: skip
-    assert game(most=2).reset(TASK, 5).messages == [user("5 t 2 ")]
+    assert game(most=2).reset(TASK, 5).messages == [user("5 t 2 ")]  # type: ignore[attr-defined]
     with pytest.raises(TypeError, match="missing a required argument: 'most'"):
         game()
     with pytest.raises(TypeError, match="unexpected keyword argument 'least'"):
@@ -65,8 +65,8 @@ def test_the_end_of_a_generator_is_an_end_without_rewards(view: View) -> None:
         yield "Hello."
 
     made = game()
-    made.reset(TASK, 0)
-    assert made.step(view(TASK, "Bye.")) == Step(event="done", facts={"solved": False})
+    made.reset(TASK, 0)  # type: ignore[attr-defined]
+    assert made.step(view(TASK, "Bye.")) == Step(event="done", facts={"solved": False})  # type: ignore[attr-defined]
 
 
 def test_tools_are_offered_only_where_there_are_some() -> None:
@@ -82,7 +82,7 @@ def test_tools_are_offered_only_where_there_are_some() -> None:
     def without(view: EpisodeView | None) -> Answer:
         return "Hello."
 
-    assert with_tools().tools() == [add]
+    assert with_tools().tools() == [add]  # type: ignore[attr-defined]
     assert not hasattr(without, "tools")
 
 
@@ -93,7 +93,7 @@ def test_rewards_may_be_events_of_earlier_turns(view: View) -> None:
     def game(view: EpisodeView | None) -> Answer:
         return "Hello." if view is None else Say("Go on.", rewards=events, facts={"n": 1})
 
-    assert game().step(view(TASK, "x")) == Step(
+    assert game().step(view(TASK, "x")) == Step(  # type: ignore[attr-defined]
         event="continue", messages=[user("Go on.")], rewards=events, facts={"n": 1}
     )
 
@@ -119,10 +119,10 @@ def test_an_answer_that_is_none_is_refused(view: View, answer: Any, error: type[
         yield answer
 
     begun = turns()
-    begun.reset(TASK, 0)
+    begun.reset(TASK, 0)  # type: ignore[attr-defined]
     for game in (plain(), begun):
         with pytest.raises(error, match=words):
-            game.step(view(TASK, "x"))
+            game.step(view(TASK, "x"))  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def test_a_first_answer_is_a_message_without_rewards(answer: Answer, words: str)
         return answer
 
     with pytest.raises(ValueError, match=words):
-        game().reset(TASK, 0)
+        game().reset(TASK, 0)  # type: ignore[attr-defined]
 
 
 def test_a_generator_without_a_first_message_is_refused() -> None:
@@ -148,7 +148,7 @@ def test_a_generator_without_a_first_message_is_refused() -> None:
         return End()
 
     with pytest.raises(ValueError, match="ended the episode before the first reply"):
-        game().reset(TASK, 0)
+        game().reset(TASK, 0)  # type: ignore[attr-defined]
 
 
 def turns_with_view(view: EpisodeView) -> Dialogue:
@@ -178,4 +178,4 @@ def test_a_function_that_cannot_be_one_is_refused_where_it_is_defined(function: 
 
 def test_a_step_of_a_generator_that_never_began_says_what_to_write(view: View) -> None:
     with pytest.raises(RuntimeError, match="write `effects: replayable` in the spec"):
-        guess_number().step(view(TASK, "<guess>7</guess>"))
+        guess_number().step(view(TASK, "<guess>7</guess>"))  # type: ignore[attr-defined]

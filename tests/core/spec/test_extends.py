@@ -87,7 +87,7 @@ def test_servers_of_one_kind_replace_those_of_the_base(below: str, own: str) -> 
     """A spec gives `urls` or `launch`, and a spec that extends one of the other kind could not say so otherwise."""
     write("base.yaml", f"{GOOD}\nbackend: {{kind: sglang, timeout: 5s, {below}}}\n")
     backend = load(f"extends: base.yaml\nbackend: {{{own}}}\n").spec.backend
-    assert (backend.urls, backend.launch is None, backend.timeout) == (
+    assert (backend.urls, backend.launch is None, backend.timeout) == (  # type: ignore[attr-defined]
         ([], False, 5.0) if own.startswith("launch") else (["http://a:1"], True, 5.0)
     )
 

@@ -96,7 +96,7 @@ def test_a_generation_keeps_what_is_beside_its_arrays() -> None:
             "queue_seconds": 0.05,
         }
     )
-    back = through(GenerationRecord(generation=generation)).record.generation  # type: ignore[union-attr]
+    back = through(GenerationRecord(generation=generation)).record.generation  # type: ignore[attr-defined]
     assert back.plain() == generation.plain()
 
 
@@ -153,7 +153,7 @@ def test_what_json_cannot_represent_in_a_trajectory_is_refused() -> None:
 def test_numpy_values_in_facts_become_plain_numbers() -> None:
     facts = {"score": np.float64(0.5), "row": np.arange(3), "yes": np.bool_(True)}
     back = through(UserRecord(turn=UserTurn(content="x", facts=facts))).record
-    assert back.turn.facts == {"score": 0.5, "row": [0, 1, 2], "yes": True}  # type: ignore[union-attr]
+    assert back.turn.facts == {"score": 0.5, "row": [0, 1, 2], "yes": True}  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("value", [object(), "\ud800", b"\xff", math.nan, [-math.inf], 2**63, {1: 2}])

@@ -167,7 +167,7 @@ async def test_a_second_writer_is_refused_and_readers_are_not(store: RunStore, m
         await write_entries(journal, maker.entry(0))
         assert maker.same(reader.journal("t0/0"), [maker.entry(0)])
         with pytest.raises(StoreError, match="was opened for reading"):
-            await reader.begin(maker.task(1), 0)
+            await reader.begin(maker.task(1), 0)  # type: ignore[attr-defined]
 
 
 async def test_status_says_how_the_run_was_left(tmp_path: Path, maker: Any) -> None:

@@ -233,7 +233,7 @@ class Player:
             view = {"role": message.role, "content": message.text}
             if message.reasoning:
                 view["reasoning_content"] = message.reasoning
-                view[getattr(self.template.source, "reasoning_key", "reasoning_content")] = message.reasoning
+                view[getattr(self.template.source, "reasoning_key", "reasoning_content")] = message.reasoning  # type: ignore[attr-defined]
             if message.tool_calls:
                 view["tool_calls"] = [
                     {"type": "function", "id": call.id, "function": {"name": call.name, "arguments": call.arguments}}
@@ -248,7 +248,7 @@ class Player:
 
     def _written(self, raw: bool = False) -> str:
         messages = self._messages(raw)
-        if getattr(self.template.source, "_in_parts", False):
+        if getattr(self.template.source, "_in_parts", False):  # type: ignore[attr-defined]
             messages = [{**view, "content": [{"type": "text", "text": view["content"]}]} for view in messages]
         tokenizer = self.template.tokenizer
         variables = getattr(getattr(self.template, "_source", None), "_variables", {})

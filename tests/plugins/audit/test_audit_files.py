@@ -180,7 +180,7 @@ def test_tensors_are_those_that_torch_reads(dtype: torch.dtype) -> None:
     }
     found = read_torch(saved(value))
     for name in ("whole", "turned", "part", "none", "one"):
-        tensor = value[name].float() if dtype == torch.bfloat16 else value[name]
+        tensor = value[name].float() if dtype == torch.bfloat16 else value[name]  # type: ignore[attr-defined]
         np.testing.assert_array_equal(found[name], tensor.numpy())
     assert found["list"][1] == {"a": None}
 

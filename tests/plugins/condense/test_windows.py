@@ -66,7 +66,7 @@ def check_once(ran: Ran) -> None:
     assert trajectory.outcome.failure is None, trajectory.outcome.failure
     turns = sampled(trajectory)
     journal = [entry.record for entry in ran.store.journal("a/0")]
-    replies = [record.generation.output_ids.tolist() for record in journal if record.kind == "generation"]
+    replies = [record.generation.output_ids.tolist() for record in journal if record.kind == "generation"]  # type: ignore[attr-defined]
     assert [turns[turn] for turn in range(len(trajectory.turns))] == replies
 
 

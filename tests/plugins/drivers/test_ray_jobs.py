@@ -53,7 +53,7 @@ def test_a_job_runs_its_drivers_on_several_raylets(
     try:
         for _ in range(2):
             cluster.add_node(num_cpus=1)
-        address = f"http://{cluster.head_node.webui_url}"
+        address = f"http://{cluster.head_node.webui_url}"  # type: ignore[attr-defined]
         variables = {name: value for name, value in os.environ.items() if name.startswith("EPISODE_ENGINE_")}
         environment = {"env_vars": {**variables, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}}
         words = ["--address", address, "--working-dir", str(work), "--runtime-env-json", json.dumps(environment)]

@@ -167,7 +167,7 @@ def test_an_episode_arrives_at_a_collector_as_a_tree_of_spans(
     assert root["gen_ai.usage.output_tokens"] == trajectory.counts["sampled_tokens"]
     assert (root["episode.run_id"], root["episode.reward"]) == (folder.name, trajectory.outcome.reward)
     told = [attributes(span) for span in spans if span.name == chat]
-    generations = [entry.record.generation for entry in journal if entry.record.kind == "generation"]
+    generations = [entry.record.generation for entry in journal if entry.record.kind == "generation"]  # type: ignore[attr-defined]
     assert [each["gen_ai.usage.output_tokens"] for each in told] == [len(each.output_ids) for each in generations]
     assert {each["gen_ai.operation.name"] for each in told} == {"chat"}
     assert [each["gen_ai.response.finish_reasons"] for each in told] == [["stop"]] * 3

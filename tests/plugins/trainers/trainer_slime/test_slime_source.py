@@ -75,7 +75,7 @@ def test_slimes_schedule_and_slices_carry_the_advantages(
     backends.__path__ = [str(source / "slime" / "backends" / "megatron_utils")]
     monkeypatch.setitem(sys.modules, "slime.backends.megatron_utils", backends)
     monkeypatch.syspath_prepend(str(source))
-    core.mpu = Mpu(0, size)
+    core.mpu = Mpu(0, size)  # type: ignore[attr-defined]
     from slime.observability.rollout_data_utils import tensorize_rollout_data_for_training
     from slime.utils.dp_schedule import build_dp_schedule
 
@@ -95,9 +95,9 @@ def test_slimes_schedule_and_slices_carry_the_advantages(
     made = []
     whole = sum(float(values.double().abs().sum()) for values in data["rewards"])
     for rank in range(size):
-        core.mpu = Mpu(rank, size)
+        core.mpu = Mpu(rank, size)  # type: ignore[attr-defined]
         if (loaded := sys.modules.get("slime.backends.megatron_utils.cp_utils")) is not None:
-            loaded.mpu = core.mpu
+            loaded.mpu = core.mpu  # type: ignore[attr-defined]
         # the sum over processes, which are one here
         monkeypatch.setattr(torch.distributed, "all_reduce", lambda value, group: value.fill_(whole))
         one = dict(rollout)

@@ -25,8 +25,8 @@ def test_slime(
     """Megatron's parallel state and the slicing for context parallelism are stand-ins of one process."""
     recorded: Any = request.getfixturevalue(which)
     core, cp_utils = ModuleType("megatron.core"), ModuleType("slime.backends.megatron_utils.cp_utils")
-    core.mpu = SimpleNamespace(get_data_parallel_world_size=lambda with_context_parallel: 1)
-    cp_utils.slice_log_prob_with_cp = lambda values, total, response: values
+    core.mpu = SimpleNamespace(get_data_parallel_world_size=lambda with_context_parallel: 1)  # type: ignore[attr-defined]
+    cp_utils.slice_log_prob_with_cp = lambda values, total, response: values  # type: ignore[attr-defined]
     for name in ("megatron", "slime", "slime.backends", "slime.backends.megatron_utils"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, "megatron.core", core)
