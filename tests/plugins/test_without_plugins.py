@@ -140,11 +140,25 @@ def check(names: list[str], found: Any) -> None:
             assert (code, text.count("error["), told in text) == (1, 1, True), text
 
 
+ALONE = [name for name in OWN if name != "servers"]
+"""Plugins that others do not need: several may be left out, and each is still named."""
+FEW = 6
+"""Groups of plugins that CI leaves out together."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", OWN)
-def test_without_its_folder(name: str, tmp_path: Path, tiny_tokenizer_dir: Path) -> None:
-    copy = copy_without([name], tmp_path / "copy")
-    check([name], answers([name], copy, tmp_path, tiny_tokenizer_dir))
+@pytest.mark.parametrize(
+    "names",
+    [
+        *(ALONE[at::FEW] for at in range(FEW)),
+        ["servers"],
+        *(pytest.param([name], marks=pytest.mark.exhaustive) for name in ALONE),
+    ],
+    ids=" ".join,
+)
+def test_without_their_folders(names: list[str], tmp_path: Path, tiny_tokenizer_dir: Path) -> None:
+    copy = copy_without(names, tmp_path / "copy")
+    check(names, answers(names, copy, tmp_path, tiny_tokenizer_dir))
 
 
 @pytest.mark.slow

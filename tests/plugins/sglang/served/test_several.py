@@ -33,6 +33,7 @@ def request(number: int, **changes: Any) -> GenerateRequest:
     return generate_request([number + 3, 20, 30], HOT, episode=f"e{number}", **fields)
 
 
+@pytest.mark.exhaustive
 async def test_a_server_killed_in_the_middle_loses_no_reply_and_none_is_counted_twice(
     sglang_server: Running, second_server: Running, chat_format: ChatTemplate, tiny_model_dir: Path
 ) -> None:

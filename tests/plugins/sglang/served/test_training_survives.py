@@ -193,6 +193,7 @@ async def test_a_frozen_user_on_the_policys_server_keeps_the_base_model_under_lo
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 async def test_a_frozen_user_with_a_server_of_its_own_keeps_its_weights_when_all_are_trained(
     sglang_server: Running,
     second_server: Running,
