@@ -139,8 +139,8 @@ def _loop(node: Comprehension, sizes: Sizes, variables: Mapping[str, _Bound], le
         return _capped(work, 0, 1)
     loops = length
     if node.name == "map":
-        _, longest, largest_nodes = everything[-1]
-        nodes, length = 1 + loops * scalar[-1][2] + largest_nodes, max(loops, longest)
+        (_, _, usual_nodes), (_, longest, most_nodes) = scalar[-1], everything[-1]
+        nodes, length = 1 + loops * usual_nodes + most_nodes, max(loops, longest)
     return _capped(work + loops * nodes // 2, length, nodes)
 
 

@@ -83,7 +83,7 @@ def credited_columns(
         members = {
             episode: present.get(episode, member)
             for episode, member in _credit(rows[next(iter(group.values()))[0]]).members.items()
-            if episode in present or not credit.needs_values  # there are no values of tokens that no row has
+            if episode in present or not credit.needs_values  # a token outside the batch has no value
         }
         advantages = credit_tokens(credit, list(members.values()))
         plain = advantages

@@ -37,8 +37,9 @@ def retokenized(rows: Sequence[ExaminedRow], sampled: SamplerRecord | None) -> I
     for row in rows:
         if row.foreign.trajectory:
             episodes[row.foreign.group, row.foreign.trajectory].append(row)
-        for reply in row.replies if sampled is not None else ():
-            assert sampled is not None
+        if sampled is None:
+            continue
+        for reply in row.replies:
             others = sampled.by_text.get(row.text(reply.start, reply.end))
             if reply.ids not in sampled.replies and others:
                 recorded = min(others)
@@ -106,20 +107,9 @@ def closing_trained(rows: Sequence[ExaminedRow], sampled: SamplerRecord | None) 
                     f"the template's text after a reply is trained: {row.quoted(reply.end, beyond)}",
                     reply.end,
                 )
-        for reply in row.replies if sampled is not None else ():
-            assert sampled is not None
-            recorded = sampled.replies
-            if not reply.stopped or reply.ids in recorded:
-                continue
-            without, text = row.text(reply.start, reply.end - 1), row.text(reply.start, reply.end)
-            by_text = without in sampled.by_text and text not in sampled.by_text
-            if reply.ids[:-1] in recorded or by_text:
-                message = "the stop token after a reply is trained, and the sampler's record does not have it: "
-                message += row.quoted(reply.end - 1, reply.end)
-                yield row.finding("closing_trained", "error", message, reply.end - 1)
-        if sampled is None and row.foreign.finish == "length" and row.replies:
-            last = row.replies[-1]
-            if last.stopped and last.end == len(row.response):
+        if sampled is None:
+            last = row.replies[-1] if row.foreign.finish == "length" and row.replies else None
+            if last is not None and last.stopped and last.end == len(row.response):
                 yield row.finding(
                     "closing_trained",
                     "error",
@@ -127,6 +117,16 @@ def closing_trained(rows: Sequence[ExaminedRow], sampled: SamplerRecord | None) 
                     "stop token, which was then added",
                     last.end - 1,
                 )
+            continue
+        for reply in row.replies:
+            if not reply.stopped or reply.ids in sampled.replies:
+                continue
+            without, text = row.text(reply.start, reply.end - 1), row.text(reply.start, reply.end)
+            by_text = without in sampled.by_text and text not in sampled.by_text
+            if reply.ids[:-1] in sampled.replies or by_text:
+                message = "the stop token after a reply is trained, and the sampler's record does not have it: "
+                message += row.quoted(reply.end - 1, reply.end)
+                yield row.finding("closing_trained", "error", message, reply.end - 1)
 
 
 def _after_stops(row: ExaminedRow) -> Iterator[tuple[ForeignReply, int, int]]:
