@@ -1,7 +1,7 @@
 """A byte-level tokenizer's ASCII text -> ids, and its ids -> text, at less cost than the library `tokenizers` has.
 
 Invariant: `AsciiEncoder.encode` gives what the tokenizer gives, or None for a text that the tokenizer must encode: one
-that is not ASCII, spells an added token or is very long. `ByteDecoder.decode` gives what its `ByteLevel` decoder gives.
+that is not ASCII, spells an added token or is very long. `decoded` gives what its `ByteLevel` decoder gives.
 
 Such a tokenizer splits text by a regular expression and merges bytes only inside a piece, so the ids of a text are the
 ids of its pieces in order, and each piece is tokenised once. Most of the cost of `encode` is the splitting. For ASCII
@@ -14,10 +14,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache, lru_cache
 from itertools import chain
-from operator import itemgetter
-from typing import Any
+from math import inf
+from typing import Any, TypeVar
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 """The expression of `ByteLevel(use_regex=True)`."""
@@ -30,6 +29,8 @@ _REMEMBERED = 1 << 17
 """Largest number of pieces whose ids are kept."""
 
 Cut = Callable[[str], list[str]]
+K = TypeVar("K")
+V = TypeVar("V")
 
 
 _PRINTABLE = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
@@ -40,44 +41,46 @@ others are written from U+0100 on."""
 _CHARACTERS = {byte: character for character, byte in BYTE_CHARACTERS.items()}
 
 
-class ByteDecoder:
-    """Decodes ids of one tokenizer.
+class ByKey(dict[K, V]):
+    """Key -> what `make` gives for it, made once: `map` and its `__getitem__` look up many at the cost of a dict.
 
     Args:
-        backend: The `tokenizers.Tokenizer`; its decoder is `ByteLevel`.
-        size: One past the largest id.
+        make: Key -> value.
+        most: Largest number of values that are kept; all are made again when there are more.
     """
 
-    def __init__(self, backend: Any, size: int) -> None:
-        def data_of(id_: int) -> bytes:
-            token = backend.id_to_token(id_)
-            if token is None:  # not in the vocabulary: decoders leave it out
-                return b""
-            try:
-                return bytes([BYTE_CHARACTERS[character] for character in token])
-            except KeyError:  # an added token, which is text as it stands
-                return str(token).encode()
+    def __init__(self, make: Callable[[K], V], most: float = inf) -> None:
+        self._make = make
+        self._most = most
 
-        self.data_of = cache(data_of)
-        """The bytes of one id; none where it is not in the vocabulary."""
-        self._known: list[bytes | None] = [None] * size
-        """By id: its bytes, once it has occurred."""
+    def __missing__(self, key: K) -> V:
+        value = self._make(key)
+        if len(self) >= self._most:
+            self.clear()
+        self[key] = value
+        return value
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Ids -> text. Bytes that are not UTF-8 become U+FFFD.
 
-        Raises:
-            OverflowError: An id is negative.
-        """
-        bytes_by_id = self._known
-        if len(ids) > 1 and min(ids) >= 0:
-            try:  # `itemgetter` looks all of them up in one call, which costs less than `map`
-                return b"".join(itemgetter(*ids)(bytes_by_id)).decode("utf-8", "replace")
-            except (TypeError, IndexError):  # an id occurs for the first time, or is not in the vocabulary
-                for id_ in ids:
-                    if id_ < len(bytes_by_id):
-                        bytes_by_id[id_] = self.data_of(id_)
-        return b"".join(map(self.data_of, ids)).decode("utf-8", "replace")
+def bytes_by_id(backend: Any) -> ByKey[int, bytes]:
+    """Id -> its bytes, of a `tokenizers.Tokenizer` whose decoder is `ByteLevel`; none where it is not in the
+    vocabulary. A negative id raises OverflowError.
+    """
+
+    def data_of(id_: int) -> bytes:
+        token = backend.id_to_token(id_)
+        if token is None:  # not in the vocabulary: decoders leave it out
+            return b""
+        try:
+            return bytes([BYTE_CHARACTERS[character] for character in token])
+        except KeyError:  # an added token, which is text as it stands
+            return str(token).encode()
+
+    return ByKey(data_of)
+
+
+def decoded(data: ByKey[int, bytes], ids: Iterable[int]) -> str:
+    """Ids -> text, by the bytes of each id. Bytes that are not UTF-8 become U+FFFD."""
+    return b"".join(map(data.__getitem__, ids)).decode("utf-8", "replace")
 
 
 class AsciiEncoder:
@@ -89,7 +92,7 @@ class AsciiEncoder:
         def ids_of(piece: str) -> list[int]:
             return [token.id for token in model.tokenize(piece.translate(_CHARACTERS))]
 
-        self._ids_of = lru_cache(_REMEMBERED)(ids_of)
+        self._ids_of = ByKey(ids_of, _REMEMBERED)
         tokens = sorted({token for token in added if token})
         self._starts = sorted({token[0] for token in tokens})
         self._added = re.compile("|".join(map(re.escape, tokens)) or "(?!)").search
@@ -106,9 +109,9 @@ class AsciiEncoder:
         pieces = self._first(text)
         for cut in self._then:
             pieces = [part for piece in pieces for part in cut(piece)]
-        if sum(map(len, pieces)) != len(text):  # text that the expression leaves out is a piece too
+        if "".join(pieces) != text:  # what the expression leaves out is a piece too
             return None
-        return list(chain.from_iterable(map(self._ids_of, pieces)))
+        return list(chain.from_iterable(map(self._ids_of.__getitem__, pieces)))
 
 
 def ascii_encoder(backend: Any, added: Iterable[str]) -> AsciiEncoder | None:

@@ -105,21 +105,22 @@ class QwenReader:
         self._call_end = call_end
         self._opens, self._closes = think
         self._think = frozenset(think)
-        self._marks = {*ends, *think, call, call_end}
+        self._marks = frozenset({*ends, *think, call, call_end})
 
-    def read(self, array: IntVector, before: Sequence[int]) -> QwenReply | None:
+    def read(self, array: IntVector, before: IntVector) -> QwenReply | None:
         """The reply; None where the library must parse it.
 
         Args:
             array: What was sampled, the id that ended it included; int32 [tokens].
-            before: The last ids of the prompt.
+            before: The last ids of the prompt, int32 [tokens].
         """
-        if self._opens in before:
+        if self._opens in before.tolist():
             return None
         ids = array.tolist()
-        marks = [at for at, id_ in enumerate(ids) if id_ in self._marks]
-        if self._tagged and len(marks) in (3, 5) and (reply := self._decoded_at_once(ids, marks)) is not None:
+        marked = [*filter(self._marks.__contains__, ids)]
+        if self._tagged and len(marked) in (3, 5) and (reply := self._decoded_at_once(ids, marked)) is not None:
             return reply
+        marks = [at for at, id_ in enumerate(ids) if id_ in self._marks]
         for number, at in enumerate(marks):
             if ids[at] in self._ends:
                 if at + 1 < len(ids):
@@ -143,19 +144,23 @@ class QwenReader:
         said = ids[: calls[0].token_span[0]] if calls else ids
         return QwenReply(self._decode(said).strip(), calls)
 
-    def _decoded_at_once(self, ids: list[int], marks: list[int]) -> QwenReply | None:
+    def _decoded_at_once(self, ids: list[int], marked: list[int]) -> QwenReply | None:
         """A reply that ends with one call, cut as text; None where its texts may spell an added token, or text follows
         the call.
 
         A text without `<` has no added token, and JSON without a backslash has none once it is read.
+
+        Args:
+            ids: Its ids.
+            marked: Those of them that are marks.
         """
-        *think, start, close, end = marks
-        if ids[start] != self._call or ids[close] != self._call_end or ids[end] not in self._ends or end + 1 < len(ids):
+        *think, call, call_end, last = marked
+        if call != self._call or call_end != self._call_end or last not in self._ends or ids[-1] != last:
             return None
-        sampled, ending = self._decode(ids), self._ends[ids[end]]
+        sampled, ending = self._decode(ids), self._ends[last]
         reasoning, rest = "", sampled
         if think:
-            if think[0] or ids[0] != self._opens or ids[think[1]] != self._closes:
+            if think != [self._opens, self._closes] or ids[0] != self._opens:
                 return None
             reasoning, _, rest = sampled[len(_OPEN) :].partition(_CLOSE)
             if not reasoning or reasoning.isspace():
@@ -165,8 +170,8 @@ class QwenReader:
         texts = f"{reasoning}\0{content}\0{raw}"
         if "<" in texts or "\\" in raw or after.lstrip() != ending or MARK in texts:
             return None
-        call = _call(raw.strip(), (start, close + 1))
-        return QwenReply(content.strip(), [call], reasoning.strip() or None, None, sampled, texts, ending)
+        calls = [_call(raw.strip(), (ids.index(call), ids.index(call_end) + 1))]
+        return QwenReply(content.strip(), calls, reasoning.strip() or None, None, sampled, texts, ending)
 
 
 def _call(raw: str, span: tuple[int, int]) -> QwenCall:
@@ -318,11 +323,10 @@ class FamilyReader:
         foreign = bool(len(ids)) and int(ids[-1]) in self._foreign
         if foreign:
             ids = ids[:-1]
-        prompt = before.tolist()
-        read: Any = self._qwen.read(ids, prompt) if self._qwen is not None else None
+        read: Any = self._qwen.read(ids, before) if self._qwen is not None else None
         if read is None:
             try:
-                read = self._library.parse_response(ids.tolist(), tools=list(tools) or None, prompt_ids=prompt)
+                read = self._library.parse_response(ids.tolist(), tools=list(tools) or None, prompt_ids=before.tolist())
             except Exception as error:
                 raise RenderError(f"the renderer {self.name!r} cannot read a reply: {error}") from error
         attempts = [_attempt(call, f"{prefix}_{index}", tools) for index, call in enumerate(read.tool_calls)]

@@ -167,7 +167,8 @@ class Tape:
             raise ValueError("a closing span follows a turn; there is no turn yet")
         if tokens.ndim != 1:
             raise ValueError(f"ids must be a flat list; their shape is {tokens.shape}")
-        if np.maximum.reduce(tokens.view(np.uint32), initial=0) >= self._vocab:  # a negative id is the largest
+        unsigned = tokens.view(np.uint32)  # a negative id is the largest
+        if len(tokens) and unsigned.item(unsigned.argmax()) >= self._vocab:
             raise ValueError(f"ids must be in [0, {self._vocab}); found {int(tokens.min())} to {int(tokens.max())}")
         if images or self._placeholder is not None:
             self._admit_images(tokens, images)

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from engine.errors import RenderError
-from engine.tokens.byte_level import ByteDecoder, ascii_encoder
+from engine.tokens.byte_level import ascii_encoder, bytes_by_id, decoded
 from engine.tokens.plain_tokenizer import PlainTokenizer
 
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
@@ -141,7 +141,7 @@ class FastTokenizer:
         self._memory: dict[str, list[int]] = {}
         self._is_border = cache(self._splits_first)
         byte_level = type(getattr(self._backend, "decoder", None)).__name__ == "ByteLevel"
-        self._bytes = ByteDecoder(self._backend, self.size) if byte_level else None
+        self._bytes = bytes_by_id(self._backend) if byte_level else None
         self.name_or_path: str = getattr(tokenizer, "name_or_path", "")
         self.unk_token_id: int | None = tokenizer.unk_token_id
         self.eos_token_id: int | None = tokenizer.eos_token_id
@@ -287,7 +287,7 @@ class FastTokenizer:
             ids = [ids]
         plain = ids.tolist() if isinstance(ids, np.ndarray) else ids
         if self._bytes is not None:
-            return self._bytes.decode(plain)
+            return decoded(self._bytes, plain)
         plain = list(plain)
         if self._backend is not None:
             text: str = self._backend.decode(plain, skip_special_tokens=False)
@@ -305,7 +305,7 @@ class FastTokenizer:
     def data_of(self, id_: int) -> bytes:
         """The bytes of one token inside a longer text; those of a part of a character are not UTF-8."""
         if self._bytes is not None:
-            return self._bytes.data_of(id_)
+            return self._bytes[id_]
         if self._backend is not None:
             token = self._backend.id_to_token(id_) or ""
             if id_ not in self.added_ids and _BYTE.fullmatch(token):  # SentencePiece's parts of characters

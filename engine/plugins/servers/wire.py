@@ -29,6 +29,7 @@ from msgspec.structs import replace
 
 from engine.errors import BackendError
 from engine.schemas.generation import FinishReason, GenerateRequest, Generation, SamplingParams, VersionSpan
+from engine.tokens.byte_level import ByKey
 from engine.tokens.experts import ExpertLayout
 
 if TYPE_CHECKING:
@@ -110,6 +111,13 @@ class RequestEncoder:
         self._layout = layout
         self._own_prefixes = f"{secrets.token_hex(8)}/" if own_prefixes else None
         self._memory = memory
+
+        def text_of_id(id_: int) -> bytes:
+            if not 0 <= id_ < vocab_size:
+                raise IndexError(id_)
+            return b"%d" % id_
+
+        self._text_of_id = ByKey(text_of_id).__getitem__
         self._used = 0
         self._known: OrderedDict[str, tuple[np.ndarray, tuple[bytes, ...], int]] = OrderedDict()
         """By episode: the ids of the newest prompt, the tape's own where they are read-only, since what is on a tape is
@@ -152,7 +160,7 @@ class RequestEncoder:
         """
         prompt = self._prompt(request.episode_id, ids)
         if in_session := 0 if session is None else session.covers(ids):
-            prompt = (text_of(ids[in_session:]),)
+            prompt = (self.text_of(ids[in_session:]),)
         sent, images = self._with_images(request, ids, in_session) if request.images else (prompt, b"")
         if self._own_prefixes is not None:
             prefixes = f"{self._own_prefixes}{prefixes or ''}/{request.episode_id}"
@@ -186,6 +194,14 @@ class RequestEncoder:
             kind="unsupported",
         )
 
+    def text_of(self, ids: np.ndarray) -> bytes:
+        """The JSON of ids, int32 [tokens], without the brackets.
+
+        Raises:
+            IndexError: One of them is outside the vocabulary.
+        """
+        return b",".join(map(self._text_of_id, ids.tolist()))
+
     def forget(self, episode_id: str) -> None:
         """Drop the prompt of an episode that has ended."""
         prompt = self._known.pop(episode_id, None)
@@ -198,14 +214,15 @@ class RequestEncoder:
         if (before := self._known.get(episode_id)) is not None and begins_with(ids, before[0]):
             tail, text = ids[before[0].size :], before[1]
         if tail.size:
-            if np.maximum.reduce(tail.view(np.uint32)) >= self.vocab_size:  # a negative one is the largest
+            try:
+                text = _longer(text, self.text_of(tail))
+            except IndexError:
                 at = int(np.flatnonzero(tail.view(np.uint32) >= self.vocab_size)[0])
                 raise BackendError(
                     f"token {len(ids) - len(tail) + at} of the prompt is id {int(tail[at])}; the model's vocabulary is "
                     f"[0, {self.vocab_size}), and such an id can end the server",
                     kind="bad_prompt",
-                )
-            text = _longer(text, text_of(tail))
+                ) from None
         self.forget(episode_id)
         size = ids.nbytes + sum(map(len, text))
         self._known[episode_id] = ids.copy() if ids.flags.writeable else ids, text, size
@@ -231,11 +248,6 @@ class RequestEncoder:
     def _dump(self, sampling: SamplingParams, request: GenerateRequest) -> bytes:
         fields = self.dialect.sampling_fields(sampling, request.stop_token_ids, request.banned_token_ids)
         return msgspec.json.encode(fields)[1:-1]
-
-
-def text_of(ids: np.ndarray) -> bytes:
-    """The JSON of ids, int32 [tokens], without the brackets."""
-    return msgspec.json.encode(ids.tolist())[1:-1]
 
 
 def begins_with(ids: np.ndarray, before: np.ndarray) -> bool:
@@ -359,9 +371,12 @@ def _arrays(ids: list[int], values: list[Any], vocab_size: int) -> tuple[np.ndar
     Raises:
         ReplyError: An id is outside the vocabulary, or a log-prob is not finite or above 0.
     """
+    # Python's own `max` and `sum` over lists cost a turn less than NumPy's, whose code is no longer in the cache.
     try:
-        array = np.frombuffer(_packer(f"{len(ids)}i")(*ids), np.int32)  # at half the cost of `np.array`
-        inside = not ids or np.maximum.reduce(array.view(np.uint32)) < vocab_size  # a negative one is the largest
+        array = np.frombuffer(
+            _packer(f"{len(ids)}I")(*ids), np.int32
+        )  # no negative one; at half the cost of `np.array`
+        inside = not ids or max(ids) < vocab_size
     except struct.error:
         inside = False
     if not inside:
@@ -374,7 +389,7 @@ def _arrays(ids: list[int], values: list[Any], vocab_size: int) -> tuple[np.ndar
     if logprobs is None:
         at = next(at for at, value in enumerate(values) if value is None or not abs(value) <= _FLOAT32_MAX)
         raise ReplyError(f"token {at} has no finite log-prob")
-    if values and np.maximum.reduce(logprobs) > ROUNDING:
+    if values and max(values) > ROUNDING:
         at = next(at for at, value in enumerate(values) if value > ROUNDING)
         raise ReplyError(f"token {at} has the log-prob {values[at]:g}; none is above 0")
     return array, logprobs

@@ -18,7 +18,7 @@ import numpy as np
 
 from engine.errors import BackendError
 from engine.plugins.servers.dialect import Dialect, ReplyFields
-from engine.plugins.servers.wire import EncodedRequest, ReplyError, RequestEncoder, text_of
+from engine.plugins.servers.wire import EncodedRequest, ReplyError, RequestEncoder
 from engine.plugins.sglang.routing import routed_experts
 from engine.schemas.generation import GenerateRequest, VersionSpan
 
@@ -58,7 +58,7 @@ class Encoder(RequestEncoder):
         first = bisect_left(request.image_spans, (start, 0))
         spans = [(begin - start, end - start) for begin, end in request.image_spans[first:]]
         compact = self._vision.compact(ids[start:], spans)
-        sent = (text_of(compact),) if start else self._prompt(f"{request.episode_id}{_COMPACT}", compact)
+        sent = (self.text_of(compact),) if start else self._prompt(f"{request.episode_id}{_COMPACT}", compact)
         images = [image.image for image in request.images[first:]]
         if not images:
             return sent, b""
@@ -78,6 +78,8 @@ DEFAULT_VERSION = "default"
 """SGLang's name of the weights that it was started with; version 0 in the engine."""
 _ECHO = b',"prompt_token_ids":['
 _ECHO_SIZE = len(_ECHO)
+_ROWS = b'"output_token_logprobs":['
+_LAST = b",null]"
 
 
 class _Finish(msgspec.Struct):
@@ -100,7 +102,7 @@ class _Meta(msgspec.Struct):
     cached_tokens: int = 0
     weight_version: str | int | None = None
     weight_versions: list[_Span] = []
-    output_token_logprobs: msgspec.Raw = msgspec.Raw(b"[]")
+    output_token_logprobs: msgspec.Raw = msgspec.Raw()
     routed_experts: str | None = None
     queue_time: float | None = None
 
@@ -123,12 +125,17 @@ def reply_fields(body: bytes | bytearray, sent: EncodedRequest) -> ReplyFields:
     at = end - sent.prompt_bytes
     start = at - _ECHO_SIZE
     same = start > 0 and body.startswith(_ECHO, start) and sent.is_prompt(body, at, end) and body.endswith(b"]}")
-    reply = _decoder.decode(body[:start] + b"}" if same else body)
+    rest, flat = _without_rows(body[:start] + b"}" if same else body)
+    reply = _decoder.decode(rest)
     meta, echo = reply.meta_info, reply.prompt_token_ids
-    logprobs, logprob_ids = _columns(meta.output_token_logprobs)
+    if flat is None or not meta.output_token_logprobs:  # they were those of something else
+        rows = _rows_decoder.decode(meta.output_token_logprobs or b"[]")
+        logprobs, logprob_ids = [row[0] for row in rows], [row[1] for row in rows]
+    else:
+        logprobs, logprob_ids = flat[0::3], flat[1::3]
     # Read but once: where the ids of the rows, written down, are the ids of the reply, they are the same.
     raw = bytes(reply.output_ids)
-    if msgspec.json.encode(logprob_ids) == raw and b"." not in raw and b"e" not in raw and b"n" not in raw:
+    if msgspec.json.encode(logprob_ids) == raw and raw.find(b".") == raw.find(b"e") == raw.find(b"n") == -1:
         ids = logprob_ids  # 1.0, 1e3 and null are written otherwise
     else:
         ids = _ids_decoder.decode(reply.output_ids or b"[]")
@@ -156,26 +163,23 @@ def reply_fields(body: bytes | bytearray, sent: EncodedRequest) -> ReplyFields:
     )
 
 
-def _columns(rows: msgspec.Raw) -> tuple[list[Any], list[Any]]:
-    """Log-probs and ids out of `[[logprob, id, text], …]`.
-
-    Without texts the rows are `[a,b,null]`: without their brackets they are one flat list, which is read faster than
-    rows are.
-    """
-    raw = bytes(rows)
-    inner = raw.translate(None, b"[]")
-    if b'"' not in raw:  # brackets in a text would be part of it
-        try:
-            flat = _flat_decoder.decode(b"[%b]" % inner)
-        except msgspec.DecodeError:  # rows of another form
-            flat = []
-        count = len(flat) // 3
-        # As many brackets as so many rows have, and a null at each one's end; another null is no id, and no finite
-        # value.
-        if len(flat) == 3 * count and len(raw) - len(inner) == 2 * (count + 1) and flat[2::3].count(None) == count:
-            return flat[0::3], flat[1::3]
-    decoded = _rows_decoder.decode(rows)
-    return [row[0] for row in decoded], [row[1] for row in decoded]
+def _without_rows(body: bytes | bytearray) -> tuple[bytes | bytearray, list[Any] | None]:
+    """A reply without its rows `[log-prob, id, null]`, and these as one list `[log-prob, id, null, log-prob, …]`, which
+    is read faster than rows are; the reply as it is, and None, where the rows have texts or another form."""
+    start = body.find(_ROWS) + len(_ROWS)  # the quote before the colon ends a key: in a text it has a backslash
+    end = body.rfind(_LAST, start) + len(_LAST)
+    if not len(_ROWS) <= start < end:
+        return body, None
+    rows = body[start:end]
+    opened = rows.replace(b"[", b"")
+    try:
+        flat = _flat_decoder.decode(b"".join((b"[", opened.replace(b"]", b" "), b"]")))
+    except msgspec.DecodeError:
+        return body, None
+    # As many brackets as so many rows have, and a null at each one's end; another null is no id, and no finite value.
+    if not 3 * (len(rows) - len(opened)) == 3 * flat[2::3].count(None) == len(flat):
+        return body, None
+    return body[:start] + body[end:], flat
 
 
 @lru_cache(256)

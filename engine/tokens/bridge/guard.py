@@ -24,7 +24,6 @@ import queue
 import sys
 import tempfile
 import threading
-from base64 import b64encode
 from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import cached_property
@@ -155,7 +154,6 @@ class _Job:
         A thread is how many of the episode's first messages it has or, where it has others, numbers of these and
         messages.
         """
-        branches = [(spans, b64encode(ids).decode()) for spans, ids in self._branches]
         threads = []
         for number, asked in sorted(self._conversation.asked.items()):
             thread, count = asked.thread, asked.length - 1
@@ -166,7 +164,8 @@ class _Job:
             verbatim = {place: view for place, view in thread.verbatim.items() if place < count}
             inherited = self._conversation.tapes[number].inherited
             threads.append((shown, verbatim, asked.tools, inherited, asked.made))
-        parts = [b'{"episode":', self._trajectory.encode(), b',"branches":', to_json(branches), b',"shown":']
+        branches = msgspec.json.encode(self._branches)  # ids in base64
+        parts = [b'{"episode":', self._trajectory.encode(), b',"branches":', branches, b',"shown":']
         return b"".join([*parts, to_json(threads, inf_nan_mode="constants"), b"}"])
 
 

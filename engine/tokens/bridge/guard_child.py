@@ -23,7 +23,7 @@ from typing import Any
 
 import msgspec
 
-from engine.tokens.byte_level import ByteDecoder
+from engine.tokens.byte_level import ByKey, bytes_by_id, decoded
 from engine.tokens.jinja import compile_template
 
 Json = dict[str, Any]
@@ -91,10 +91,10 @@ class _Form:
         return frozenset(self._backend.get_added_tokens_decoder())
 
     @cached_property
-    def _bytes(self) -> ByteDecoder | None:
+    def _bytes(self) -> ByKey[int, bytes] | None:
         if type(self._backend.decoder).__name__ != "ByteLevel":
             return None
-        return ByteDecoder(self._backend, self._backend.get_vocab_size(with_added_tokens=True))
+        return bytes_by_id(self._backend)
 
     @cached_property
     def absorbs(self) -> bool:
@@ -116,7 +116,7 @@ class _Form:
         if "sources" not in self._facts:
             return str(self._format.decode(ids))
         if self._bytes is not None:
-            return self._bytes.decode(ids)
+            return decoded(self._bytes, ids)
         first, text = self._anchor
         return str(self._backend.decode([first, *ids], skip_special_tokens=False)[len(text) :])
 

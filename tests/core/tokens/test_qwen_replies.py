@@ -61,7 +61,7 @@ def test_a_reply_without_reasoning_is_read_as_the_library_reads_it(formats: Form
     form = formats("thinking")
     ids = form.encode("".join(pieces))
     before = form.render([{"role": "user", "content": "What is it?"}])[-64:]
-    found = form.reader._qwen.read(np.array(ids, np.int32), before)
+    found = form.reader._qwen.read(np.array(ids, np.int32), np.array(before, np.int32))
     ended = any(id_ in form.reader._qwen._ends for id_ in ids[:-1])
     assert (found is None) == ended  # what follows the end is left to the library
     assert found is None or _ours(found) == _library(form, ids, before)
@@ -72,7 +72,7 @@ def test_a_reply_without_reasoning_is_read_as_the_library_reads_it(formats: Form
 def test_any_ids_are_read_as_the_library_reads_them(formats: Formats, ids: list[int]) -> None:
     form = formats("thinking")
     before = form.render([{"role": "user", "content": "What is it?"}])[-64:]
-    found = form.reader._qwen.read(np.array(ids, np.int32), before)
+    found = form.reader._qwen.read(np.array(ids, np.int32), np.array(before, np.int32))
     assert found is None or _ours(found) == _library(form, ids, before)
 
 
@@ -134,7 +134,8 @@ def test_a_usual_reply_is_decoded_at_once(formats: Formats) -> None:
 )
 def test_reasoning_is_left_to_the_library(formats: Formats, reply: str, opened: str) -> None:
     form = formats("thinking")
-    before = [*form.render([{"role": "user", "content": "What is it?"}]), *form.encode(opened)][-64:]
+    prompt = [*form.render([{"role": "user", "content": "What is it?"}]), *form.encode(opened)]
+    before = np.array(prompt[-64:], np.int32)
     reasons = any(mark in reply + opened for mark in _THOUGHTS)
     assert (form.reader._qwen.read(np.array(form.encode(reply), np.int32), before) is None) == reasons
 
@@ -169,7 +170,7 @@ def test_a_reply_that_ends_with_one_call_is_cut_as_the_library_cuts_it(
     reply = f"{reasoning}{texts[1]}<tool_call>{texts[2]}{inside}{texts[3]}</tool_call>{' ' if tokens else ''}<|im_end|>"
     ids = np.array(form.encode(reply), np.int32)
     before = np.array(form.render([{"role": "user", "content": "What is it?"}])[-64:], np.int32)
-    at_once = reader._qwen.read(ids, before.tolist())
+    at_once = reader._qwen.read(ids, before)
     if at_once is not None:
         assert _ours(at_once) == _library(form, ids.tolist(), before.tolist())
     for reasons in (True, False):
