@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from hashlib import blake2b
@@ -90,6 +90,7 @@ class Episode:
 
     __slots__ = (
         "_parts",
+        "_salt",
         "_seeds",
         "blocks",
         "compiled",
@@ -133,6 +134,7 @@ class Episode:
         self.seed = derive_seed(compiled.spec.rollout.seed, task.id, sample_index)
         self._seeds = blake2b(f"{self.seed}\0".encode(), digest_size=8)
         """Hash state that the seeds of all turns share: see `derive_seed`."""
+        self._salt = compiled.spec.rollout.salt
         self.conversation: Conversation = conversation
         self.ledger = Ledger()
         self.state = compiled.machine.initial
@@ -149,7 +151,7 @@ class Episode:
         self.facts: dict[str, Any] = {}
         self.feedback: dict[str, Any] = _NO_FEEDBACK
         self.path: list[tuple[str, str, str]] = []
-        self.performed: Counter[str] = Counter()
+        self.performed: defaultdict[str, int] = defaultdict(int)
         """How often each action was performed."""
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.limit: str | None = None
@@ -187,7 +189,7 @@ class Episode:
     def turn_seed(self, turn: int) -> int:
         """Sampling seed of a turn."""
         seeds = self._seeds.copy()  # equals `derive_seed(seed, turn, salt)`; the hash state after the seed is reused
-        salt = self.compiled.spec.rollout.salt
+        salt = self._salt
         seeds.update(b"%d\0%d" % (turn, salt) if salt else b"%d" % turn)
         return int.from_bytes(seeds.digest(), "big") >> 1
 
@@ -270,9 +272,9 @@ class Episode:
                 if not record.overflow:
                     self.limit, self.limit_count = record.limit, record.value
             else:
-                event = compiled.actions[state].apply(self, record)
-                name = str(compiled.machine.states[state].action)
-                self.performed[name] += 1
+                action = compiled.actions[state]
+                event = action.apply(self, record)
+                self.performed[action.name] += 1
             if self.solved and self.solved_turn is None:
                 self.solved_turn = self.turn
             if state in compiled.rules.states and not gave_up:

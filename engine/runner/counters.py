@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -25,7 +25,7 @@ class RunCounters:
     """Planned number of episodes."""
     before: int = 0
     """Number of episodes that were finished before this launch."""
-    states: Counter[str] = field(default_factory=Counter)
+    states: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     """Number of episodes in each state now."""
     tokens: int = 0
     """Tokens sampled since the run (or its resume) began."""

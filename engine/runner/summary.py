@@ -107,9 +107,7 @@ class RunSummary:
         self.outcomes[label(outcome)] += 1
         if self.mix:
             self.sources[trajectory.task_id.partition(":")[0]].add(trajectory)
-        transitions = self.transitions
-        for taken in trajectory.path:
-            transitions[taken] += 1
+        self.transitions.update(trajectory.path)
         self.branches += len(trajectory.branches)
         if len(trajectory.branches) > 1:
             self.branch_reasons.update(branch_reasons(trajectory))
