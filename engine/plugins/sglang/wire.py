@@ -80,6 +80,7 @@ _ECHO = b',"prompt_token_ids":['
 _ECHO_SIZE = len(_ECHO)
 _ROWS = b'"output_token_logprobs":['
 _LAST = b",null]"
+_CUT = b"[0]"
 
 
 class _Finish(msgspec.Struct):
@@ -128,7 +129,7 @@ def reply_fields(body: bytes | bytearray, sent: EncodedRequest) -> ReplyFields:
     rest, flat = _without_rows(body[:start] + b"}" if same else body)
     reply = _decoder.decode(rest)
     meta, echo = reply.meta_info, reply.prompt_token_ids
-    if flat is None or not meta.output_token_logprobs:  # they were those of something else
+    if flat is None or bytes(meta.output_token_logprobs) != _CUT:  # they were those of something else
         rows = _rows_decoder.decode(meta.output_token_logprobs or b"[]")
         logprobs, logprob_ids = [row[0] for row in rows], [row[1] for row in rows]
     else:
@@ -164,8 +165,9 @@ def reply_fields(body: bytes | bytearray, sent: EncodedRequest) -> ReplyFields:
 
 
 def _without_rows(body: bytes | bytearray) -> tuple[bytes | bytearray, list[Any] | None]:
-    """A reply without its rows `[log-prob, id, null]`, and these as one list `[log-prob, id, null, log-prob, …]`, which
-    is read faster than rows are; the reply as it is, and None, where the rows have texts or another form."""
+    """A reply with `_CUT` in place of its rows `[log-prob, id, null]`, and these as one list `[log-prob, id, null,
+    log-prob, …]`, which is read faster than rows are; the reply as it is, and None, where the rows have texts or another
+    form."""
     start = body.find(_ROWS) + len(_ROWS)  # the quote before the colon ends a key: in a text it has a backslash
     end = body.rfind(_LAST, start) + len(_LAST)
     if not len(_ROWS) <= start < end:
@@ -179,7 +181,7 @@ def _without_rows(body: bytes | bytearray) -> tuple[bytes | bytearray, list[Any]
     # As many brackets as so many rows have, and a null at each one's end; another null is no id, and no finite value.
     if not 3 * (len(rows) - len(opened)) == 3 * flat[2::3].count(None) == len(flat):
         return body, None
-    return body[:start] + body[end:], flat
+    return body[:start] + _CUT[1:-1] + body[end:], flat
 
 
 @lru_cache(256)

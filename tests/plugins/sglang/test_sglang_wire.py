@@ -407,3 +407,12 @@ def test_rows_of_another_form_are_refused(rows: str) -> None:
     body = reply(out, output_token_logprobs="@").replace(b'"@"', rows.encode())
     with pytest.raises(ReplyError):
         decode(body, out, VOCAB)
+
+
+def test_rows_that_are_not_of_the_reply_are_not_taken() -> None:
+    out = sent()
+    rows = '"output_token_logprobs":[[-0.5,5,null],[-0.5,6,null],[-0.5,2,null]],'
+    elsewhere = reply(out, output_token_logprobs=[]).replace(b'{"text"', b"{" + rows.encode() + b'"text"')
+    with pytest.raises(ReplyError, match="its 0 log-probs"):
+        decode(elsewhere, out, VOCAB)
+    assert decode(reply(out, text=rows), out, VOCAB).logprobs.tolist() == [-0.5] * 3
