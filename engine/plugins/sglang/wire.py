@@ -77,7 +77,6 @@ class Encoder(RequestEncoder):
 DEFAULT_VERSION = "default"
 """SGLang's name of the weights that it was started with; version 0 in the engine."""
 _ECHO = b',"prompt_token_ids":['
-_ECHO_SIZE = len(_ECHO)
 _ROWS = b'"output_token_logprobs":['
 _LAST = b",null]"
 _CUT = b"[0]"
@@ -124,7 +123,7 @@ def reply_fields(body: bytes | bytearray, sent: EncodedRequest) -> ReplyFields:
     """See `Dialect.fields`. The echo comes last: where it is ours, to the byte, it is not parsed."""
     end = len(body) - 2
     at = end - sent.prompt_bytes
-    start = at - _ECHO_SIZE
+    start = at - len(_ECHO)
     same = start > 0 and body.startswith(_ECHO, start) and sent.is_prompt(body, at, end) and body.endswith(b"]}")
     rest, flat = _without_rows(body[:start] + b"}" if same else body)
     reply = _decoder.decode(rest)
@@ -166,8 +165,8 @@ def reply_fields(body: bytes | bytearray, sent: EncodedRequest) -> ReplyFields:
 
 def _without_rows(body: bytes | bytearray) -> tuple[bytes | bytearray, list[Any] | None]:
     """A reply with `_CUT` in place of its rows `[log-prob, id, null]`, and these as one list `[log-prob, id, null,
-    log-prob, …]`, which is read faster than rows are; the reply as it is, and None, where the rows have texts or another
-    form."""
+    log-prob, …]`, which is read faster than rows are; the reply as it is, and None, where the rows have texts or
+    another form."""
     start = body.find(_ROWS) + len(_ROWS)  # the quote before the colon ends a key: in a text it has a backslash
     end = body.rfind(_LAST, start) + len(_LAST)
     if not len(_ROWS) <= start < end:
