@@ -90,7 +90,6 @@ class Episode:
 
     __slots__ = (
         "_parts",
-        "_salt",
         "_seeds",
         "blocks",
         "compiled",
@@ -134,7 +133,6 @@ class Episode:
         self.seed = derive_seed(compiled.spec.rollout.seed, task.id, sample_index)
         self._seeds = blake2b(f"{self.seed}\0".encode(), digest_size=8)
         """Hash state that the seeds of all turns share: see `derive_seed`."""
-        self._salt = compiled.spec.rollout.salt
         self.conversation: Conversation = conversation
         self.ledger = Ledger()
         self.state = compiled.machine.initial
@@ -189,7 +187,7 @@ class Episode:
     def turn_seed(self, turn: int) -> int:
         """Sampling seed of a turn."""
         seeds = self._seeds.copy()  # equals `derive_seed(seed, turn, salt)`; the hash state after the seed is reused
-        salt = self._salt
+        salt = self.compiled.spec.rollout.salt
         seeds.update(b"%d\0%d" % (turn, salt) if salt else b"%d" % turn)
         return int.from_bytes(seeds.digest(), "big") >> 1
 
@@ -272,9 +270,9 @@ class Episode:
                 if not record.overflow:
                     self.limit, self.limit_count = record.limit, record.value
             else:
-                action = compiled.actions[state]
-                event = action.apply(self, record)
-                self.performed[action.name] += 1
+                event = compiled.actions[state].apply(self, record)
+                name = str(compiled.machine.states[state].action)
+                self.performed[name] += 1
             if self.solved and self.solved_turn is None:
                 self.solved_turn = self.turn
             if state in compiled.rules.states and not gave_up:
