@@ -286,7 +286,7 @@ class DriverRunner:
         """Keep a driver running; an error of it is raised where its episodes are waited for."""
         import ray.exceptions as lost
 
-        while True:
+        while not self._closing:
             try:
                 await self._actors[slot].run.remote(self._setup, slot, machine_id(), self._weights)
                 return
@@ -296,7 +296,27 @@ class DriverRunner:
                 if self._closing:
                     return
                 self._fleet.died(slot, error)
-                await asyncio.sleep(PAUSE)
+                await self._begun_again(slot)
+
+    async def _begun_again(self, slot: int) -> None:
+        """Wait until Ray has started the process of a driver that died: calls before that are refused, and no deaths.
+
+        Raises:
+            StoreError: it takes too long.
+        """
+        import ray.exceptions as lost
+
+        try:
+            async with asyncio.timeout(START_SECONDS):
+                while not self._closing:
+                    await asyncio.sleep(PAUSE)
+                    with contextlib.suppress(lost.ActorUnavailableError):
+                        await self._actors[slot].__ray_ready__.remote()
+                        return
+        except TimeoutError:
+            raise StoreError(f"Ray has not started driver {slot} again in {START_SECONDS:g} s") from None
+        except lost.ActorDiedError:
+            return  # `run` says why it died
 
     def _note_failure(self, work: asyncio.Task[None]) -> None:
         if not work.cancelled() and (error := work.exception()) is not None and not self._failed.done():

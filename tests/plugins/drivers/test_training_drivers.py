@@ -132,8 +132,13 @@ async def test_two_drivers_train_the_rows_of_one_process_and_each_version_is_pus
 
 
 async def test_no_token_is_staler_than_the_bound_though_a_driver_is_killed(
-    tmp_path: Path, tiny_model_dir: Path
+    tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    slow = tmp_path / "slow"  # the processes of drivers start slowly, as on a machine that has much to do
+    slow.mkdir()
+    (slow / "sitecustomize.py").write_text("import time\n\ntime.sleep(3)\n")
+    monkeypatch.syspath_prepend(str(slow))
+    monkeypatch.setattr("engine.plugins.drivers.run.MAX_DEATHS", 1)
     killed: list[int] = []
     trainer: Trainer
 
