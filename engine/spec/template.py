@@ -23,14 +23,16 @@ from engine.spec.text.near import near_or_known
 if TYPE_CHECKING:
     from engine.schemas.model import Words
 
-_FIELD = re.compile(r"(\\?)\{\{(.*?)\}\}", re.DOTALL)
+_FIELD = re.compile(r"\{\{(.*?)\}\}", re.DOTALL)
+"""Begins with what is rare in a text, so that most of it is skipped at once."""
 _REFERENCES = ("sha256:", "data:", "file:", "http:", "https:")
 """Image references that are no paths."""
 
 
 def fields_of(template: str) -> list[str]:
     """The fields that a template names, each once, in order of first use."""
-    names = (match[2].strip() for match in _FIELD.finditer(template, 0, _end(template)) if not match[1])
+    matches = _FIELD.finditer(template, 0, _end(template))
+    names = (match[1].strip() for match in matches if not _is_literal(template, match.start()))
     return list(dict.fromkeys(names))
 
 
@@ -56,17 +58,17 @@ def fill_spans(template: str, fields: Mapping[str, Any]) -> tuple[str, list[tupl
     spans: list[tuple[int, int]] = []
     length = at = 0
     for match in _FIELD.finditer(template, 0, _end(template)):
-        value: Any = match[0][1:]
-        if not match[1]:
-            name = match[2].strip()
-            there, value = find(name, fields)
+        start, value = match.start(), match[0]
+        literal = _is_literal(template, start)
+        if not literal:
+            name = match[1].strip()
+            there, found = find(name, fields)
             if not there:
                 hint = near_or_known(name, [str(field) for field in fields], what="fields")
                 message = f"the template names `{{{{{name}}}}}`, which is no field here; {hint}"
                 raise EngineError(message, kind="template_error", blame="spec")
-            if not isinstance(value, str):
-                value = json.dumps(value, ensure_ascii=False, default=str)
-        for piece, of_template in ((template[at : match.start()], True), (value, bool(match[1]))):
+            value = found if isinstance(found, str) else json.dumps(found, ensure_ascii=False, default=str)
+        for piece, of_template in ((template[at : start - literal], True), (value, literal)):
             if of_template and piece:
                 spans.append((length, length + len(piece)))
             pieces.append(piece)
@@ -81,6 +83,11 @@ def own_spans(words: Words, fields: Mapping[str, Any]) -> list[list[tuple[int, i
     """For each text of filled words, the characters that the template itself wrote: see `fill_spans`."""
     texts = [words] if isinstance(words, str) else [part.text for part in words if isinstance(part, TextPart)]
     return [fill_spans(text, fields)[1] for text in texts]
+
+
+def _is_literal(template: str, start: int) -> bool:
+    """Whether a backslash stands before the `{{` at `start`."""
+    return template[start - 1 : start] == "\\"
 
 
 def _end(template: str) -> int:
