@@ -98,8 +98,8 @@ def _write_branch(branch: Branch, episode_id: str) -> tuple[Any, ...]:
     size = len(branch.input_ids)
     mask, turns = _derived(branch.spans, size)
     if not (
-        np.array_equal(branch.loss_mask, mask)
-        and np.array_equal(branch.turn_ids, turns)
+        array_bytes(branch.loss_mask) == array_bytes(mask)
+        and array_bytes(branch.turn_ids) == array_bytes(turns)
         and len(branch.logprobs) == len(branch.weight_versions) == size
     ):
         raise StoreError(f"{episode_id}: the arrays of branch {branch.index} are not those of its spans")

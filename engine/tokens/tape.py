@@ -24,7 +24,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Collection, Iterable, Sequence
-from itertools import islice
 from typing import Literal
 
 import numpy as np
@@ -299,32 +298,32 @@ class Tape:
             as_seen: End with the last sampled token, if there is one: no model has read a bridge after it.
             untrained: Turns that are not trained: their spans are `unreceived`. Those of other tapes have no effect.
         """
-        kinds, starts, ends, turns = np.array(self._spans, np.int32).reshape(-1, _FIELDS).T
-        replies = np.flatnonzero(kinds == _GENERATED)
-        count = replies[-1] + 1 if as_seen and len(replies) else len(kinds)
-        n, lengths = int(ends[count - 1]), (ends - starts)[:count]
-        sampled = np.repeat(kinds[:count] == _GENERATED, lengths)
-        turn_ids = np.repeat(turns[:count], lengths)
+        records = list(self._records())
+        while as_seen and self.has_turns and records[-1][0] != _GENERATED:
+            records.pop()
+        n = records[-1][2]
+        mask, turn_ids, versions = np.zeros(n, np.int32), np.full(n, -1, np.int32), np.full(n, -1, np.int32)
         logprobs = np.zeros(n, np.float32)
-        logprobs[sampled] = self._logprobs[: self.sampled]
-        versions = np.full(n, -1, np.int32)
         run = iter(self._versions)
         for version, start, end in zip(run, run, run, strict=True):
             versions[start:end] = version
-        if untrained:
-            left_out = np.isin(turn_ids, list(untrained))
-            logprobs[left_out], versions[left_out] = 0, -1
-            sampled = sampled & ~left_out
-        experts = np.concatenate(self._experts)[:n] if self._experts else None
+        spans, sampled = [], 0
+        for kind, start, end, turn in records:
+            name, first = _KINDS[kind], sampled
+            if kind == _GENERATED:
+                turn_ids[start:end] = turn
+                sampled += end - start
+                if turn in untrained:
+                    name, versions[start:end] = "unreceived", -1
+                else:
+                    mask[start:end], logprobs[start:end] = 1, self._logprobs[first:sampled]
+            spans.append(Span(kind=name, start=start, end=end, turn=turn))
         return Branch(
             index=index,
             reason=self.reason,
-            spans=[
-                Span(kind="unreceived" if turn in untrained else _KINDS[kind], start=start, end=end, turn=turn)
-                for kind, start, end, turn in islice(self._records(), count)
-            ],
+            spans=spans,
             input_ids=self._ids[:n].copy(),
-            loss_mask=sampled.astype(np.int32),
+            loss_mask=mask,
             logprobs=logprobs,
             weight_versions=versions,
             turn_ids=turn_ids,
@@ -333,7 +332,7 @@ class Tape:
                 for picture, start in self.images
                 if start < n
             ],
-            routed_experts=experts,
+            routed_experts=np.concatenate(self._experts)[:n] if self._experts else None,
         )
 
     def _records(self) -> Iterable[tuple[int, int, int, int]]:
