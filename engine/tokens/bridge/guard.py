@@ -24,8 +24,9 @@ import queue
 import sys
 import tempfile
 import threading
-from collections.abc import Sequence
-from concurrent.futures import Future
+from collections import deque
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
@@ -102,11 +103,12 @@ class BranchGuard:
             branches: The spans and the ids of each branch, as they are stored.
         """
         job = _Job(self._told, conversation, trajectory, branches)
+        job.answer = asyncio.get_running_loop().create_future()
         global _current
         if _current is None or _current.process != os.getpid():  # after a fork, another one
             _current = _Asking()
         _current.put(job)
-        return await asyncio.wrap_future(job.answer)
+        return await job.answer
 
     @cached_property
     def _told(self) -> bytes:
@@ -136,6 +138,9 @@ class _Job:
 
     __slots__ = ("_branches", "_conversation", "_trajectory", "answer", "tokens", "told", "tries")
 
+    answer: asyncio.Future[BranchFinding | None]
+    """Of the loop that waits."""
+
     def __init__(
         self, told: bytes, conversation: Conversation, trajectory: str, branches: Sequence[tuple[str, bytes]]
     ) -> None:
@@ -145,7 +150,6 @@ class _Job:
         self._conversation = conversation
         self.tokens = sum([len(ids) for _, ids in branches]) // 4
         self.tries = 0
-        self.answer: Future[BranchFinding | None] = Future()
 
     def line(self) -> bytes:
         """What the child gets of it: the episode; for each branch its spans and ids; and for each the thread before its
@@ -174,12 +178,24 @@ class _Asking:
 
     def __init__(self) -> None:
         self.process = os.getpid()
-        self._jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
-        self.put = self._jobs.put
+        self._fresh: dict[asyncio.AbstractEventLoop, list[_Job]] = {}
+        """Of each loop: what was put in its present round."""
+        self._jobs: queue.SimpleQueue[list[_Job]] = queue.SimpleQueue()
+        self._waiting: deque[_Job] = deque()
         self.child: Worker | None = None
-        self._ahead: _Job | None = None
         threading.Thread(target=self._serve, name="guard", daemon=True).start()
         atexit.register(self._end)
+
+    def put(self, job: _Job) -> None:
+        """Ask about an episode, at once with those that end in the same round of its loop."""
+        loop = job.answer.get_loop()
+        if loop not in self._fresh:
+            self._fresh[loop] = []
+            loop.call_soon(self._submit, loop)
+        self._fresh[loop].append(job)
+
+    def _submit(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._jobs.put(self._fresh.pop(loop))
 
     def _serve(self) -> None:
         while True:
@@ -188,24 +204,23 @@ class _Asking:
                 if jobs:
                     self._answer(jobs)
             except Exception as error:  # noqa: BLE001 - nobody may wait for ever
-                for job in jobs:
-                    if not job.answer.done():
-                        job.answer.set_result(f"{type(error).__name__}: {error}")
+                _tell([(job, f"{type(error).__name__}: {error}") for job in jobs])
 
     def _next(self) -> list[_Job]:
         """All that waits, of one chat format."""
-        jobs, tokens = [self._ahead or self._jobs.get()], 0
-        self._ahead = None
-        while (tokens := tokens + jobs[-1].tokens) < MOST_TOKENS:
-            try:
-                job = self._jobs.get_nowait()
-            except queue.Empty:
-                break
-            if job.told != jobs[0].told:
-                self._ahead = job
-                break
-            jobs.append(job)
-        return [job for job in jobs if job.answer.set_running_or_notify_cancel()]
+        if not self._waiting:
+            self._waiting += self._jobs.get()
+        with suppress(queue.Empty):
+            while True:
+                self._waiting += self._jobs.get_nowait()
+        jobs: list[_Job] = []
+        tokens, told = 0, self._waiting[0].told
+        while self._waiting and tokens < MOST_TOKENS and self._waiting[0].told == told:
+            job = self._waiting.popleft()
+            tokens += job.tokens
+            if not job.answer.cancelled():
+                jobs.append(job)
+        return jobs
 
     def _answer(self, jobs: Sequence[_Job]) -> None:
         try:
@@ -213,14 +228,16 @@ class _Asking:
         except WorkerError as error:
             answers = [{"error": str(error)}] * len(jobs)
         again: list[_Job] = []
+        findings: list[tuple[_Job, BranchFinding | None]] = []
         for job, answer in zip(jobs, answers, strict=True):
             job.tries += 1
             if "error" not in answer:
-                job.answer.set_result(BranchDifference(**answer) if answer else None)
+                findings.append((job, BranchDifference(**answer) if answer else None))
             elif job.tries < TRIES:
                 again.append(job)
             else:
-                job.answer.set_result(f"{answer['error']} ({TRIES} times)")
+                findings.append((job, f"{answer['error']} ({TRIES} times)"))
+        _tell(findings)
         for job in again:
             self._answer([job])
 
@@ -247,6 +264,22 @@ class _Asking:
     def _end(self) -> None:
         if self.child is not None:
             self.child.end()
+
+
+def _tell(findings: Iterable[tuple[_Job, BranchFinding | None]]) -> None:
+    """Answer jobs, those of one event loop at once."""
+    by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Job, BranchFinding | None]]] = {}
+    for job, finding in findings:
+        by_loop.setdefault(job.answer.get_loop(), []).append((job, finding))
+    for loop, told in by_loop.items():
+        with suppress(RuntimeError):  # the loop is closed: nobody waits there
+            loop.call_soon_threadsafe(_resolve, told)
+
+
+def _resolve(findings: Iterable[tuple[_Job, BranchFinding | None]]) -> None:
+    for job, finding in findings:
+        if not job.answer.done():  # nobody waits any more, or it was answered
+            job.answer.set_result(finding)
 
 
 _current: _Asking | None = None
