@@ -63,6 +63,9 @@ class RecordBase(Struct, frozen=True, kw_only=True):
         return None
 
 
+_EMPTY = Reset()
+
+
 def arguments_of(messages: list[Message]) -> dict[str, Any]:
     """Arguments of the calls in worked examples, by their place."""
     return {
@@ -90,8 +93,10 @@ class ResetRecord(RecordBase, frozen=True, kw_only=True):
         prompt = self.prompt if self.prompt is None else [*messages[:first]]
         return replace(self, prompt=prompt, reset=self.reset.model_copy(update={"messages": [*messages[first:]]}))
 
-    def answers(self) -> Mapping[str, Any]:
-        """Facts, and arguments in worked examples."""
+    def answers(self) -> Mapping[str, Any] | None:
+        """Facts, and arguments in worked examples; None where no code outside the engine was asked."""
+        if self.prompt is None and self.reset == _EMPTY:
+            return None
         return {"facts": self.reset.facts} | arguments_of(self.reset.messages)
 
 
@@ -180,9 +185,9 @@ class ScoreRecord(RecordBase, frozen=True, kw_only=True):
     replies: list[str] = msgspec.field(default_factory=list)
     """What a judge that a model plays said: one reply for each turn that it judged, in order."""
 
-    def answers(self) -> Mapping[str, Any]:
-        """No value of any form: the rewards are validated."""
-        return {}
+    def answers(self) -> Mapping[str, Any] | None:
+        """No value of any form: the rewards, if there are any, are validated."""
+        return {} if self.rewards or self.replies else None
 
 
 class LimitRecord(RecordBase, frozen=True, kw_only=True):
