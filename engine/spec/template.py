@@ -62,12 +62,12 @@ def fill_spans(template: str, fields: Mapping[str, Any]) -> tuple[str, list[tupl
         literal = _is_literal(template, start)
         if not literal:
             name = match[1].strip()
-            there, found = find(name, fields)
+            there, field = find(name, fields)
             if not there:
                 hint = near_or_known(name, [str(field) for field in fields], what="fields")
                 message = f"the template names `{{{{{name}}}}}`, which is no field here; {hint}"
                 raise EngineError(message, kind="template_error", blame="spec")
-            value = found if isinstance(found, str) else json.dumps(found, ensure_ascii=False, default=str)
+            value = field if isinstance(field, str) else json.dumps(field, ensure_ascii=False, default=str)
         for piece, of_template in ((template[at : start - literal], True), (value, literal)):
             if of_template and piece:
                 spans.append((length, length + len(piece)))

@@ -214,8 +214,8 @@ class _Asking:
             while True:
                 self._waiting += self._jobs.get_nowait()
         jobs: list[_Job] = []
-        tokens, told = 0, self._waiting[0].told
-        while self._waiting and tokens < MOST_TOKENS and self._waiting[0].told == told:
+        tokens, chat_format = 0, self._waiting[0].told
+        while self._waiting and tokens < MOST_TOKENS and self._waiting[0].told == chat_format:
             job = self._waiting.popleft()
             tokens += job.tokens
             if not job.answer.cancelled():
@@ -271,9 +271,9 @@ def _tell(findings: Iterable[tuple[_Job, BranchFinding | None]]) -> None:
     by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Job, BranchFinding | None]]] = {}
     for job, finding in findings:
         by_loop.setdefault(job.answer.get_loop(), []).append((job, finding))
-    for loop, told in by_loop.items():
+    for loop, of_loop in by_loop.items():
         with suppress(RuntimeError):  # the loop is closed: nobody waits there
-            loop.call_soon_threadsafe(_resolve, told)
+            loop.call_soon_threadsafe(_resolve, of_loop)
 
 
 def _resolve(findings: Iterable[tuple[_Job, BranchFinding | None]]) -> None:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +162,30 @@ def slow_guard(form: ChatTemplate, loops: int) -> BranchGuard:
     told["key"] += str(loops)
     guard.__dict__["_told"] = json.dumps(told).encode()
     return guard
+
+
+def test_each_of_several_loops_gets_its_own_answers(formats: Formats) -> None:
+    form = formats("plain")
+    guard = guard_of(form)
+    conversation = talk(form, "One.<|im_end|>", "Two.<|im_end|>")
+    [branch] = conversation.branches()
+    last = max(span.start for span in branch.spans if span.kind == "generated") - 1
+    other = form.encode("~")[0]
+
+    def change(ids: np.ndarray) -> None:
+        ids[last] = other
+
+    async def asked(_: int) -> list[Any]:
+        given_up = asyncio.ensure_future(judged(guard, conversation))
+        asking = asyncio.gather(*(judged(guard, conversation, change if odd else lambda _: None) for odd in (0, 1) * 4))
+        await asyncio.sleep(0)
+        given_up.cancel()
+        return await asking
+
+    with ThreadPoolExecutor(4) as pool:
+        for findings in pool.map(lambda number: asyncio.run(asked(number)), range(8)):
+            assert findings[0::2] == [None] * 4
+            assert [(each.branch, each.token) for each in findings[1::2]] == [(0, last)] * 4
 
 
 async def child() -> Any:
