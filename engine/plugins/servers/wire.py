@@ -29,7 +29,6 @@ from msgspec.structs import replace
 
 from engine.errors import BackendError
 from engine.schemas.generation import FinishReason, GenerateRequest, Generation, SamplingParams, VersionSpan
-from engine.tokens.byte_level import ByKey
 from engine.tokens.experts import ExpertLayout
 
 if TYPE_CHECKING:
@@ -112,12 +111,6 @@ class RequestEncoder:
         self._own_prefixes = f"{secrets.token_hex(8)}/" if own_prefixes else None
         self._memory = memory
 
-        def text_of_id(id_: int) -> bytes:
-            if not 0 <= id_ < vocab_size:
-                raise IndexError(id_)
-            return b"%d" % id_
-
-        self._text_of_id = ByKey(text_of_id).__getitem__
         self._used = 0
         self._known: OrderedDict[str, tuple[np.ndarray, tuple[bytes, ...], int]] = OrderedDict()
         """By episode: the ids of the newest prompt, the tape's own where they are read-only, since what is on a tape is
@@ -200,7 +193,10 @@ class RequestEncoder:
         Raises:
             IndexError: One of them is outside the vocabulary.
         """
-        return b",".join(map(self._text_of_id, ids.tolist()))
+        unsigned = ids.view(np.uint32)  # a negative id is the largest
+        if ids.size and unsigned.item(unsigned.argmax()) >= self.vocab_size:
+            raise IndexError
+        return msgspec.json.encode(ids.tolist())[1:-1]
 
     def forget(self, episode_id: str) -> None:
         """Drop the prompt of an episode that has ended."""
