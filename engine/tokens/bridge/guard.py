@@ -27,7 +27,7 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from functools import cached_property
+from functools import cached_property, partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -36,6 +36,7 @@ import msgspec
 import structlog
 from pydantic_core import to_json
 
+from engine.clocks import after_rounds
 from engine.processes.worker import Worker, WorkerError
 from engine.tokens.jinja_template import JinjaTemplate
 from engine.tokens.plain_tokenizer import PlainTokenizer
@@ -179,7 +180,7 @@ class _Asking:
     def __init__(self) -> None:
         self.process = os.getpid()
         self._fresh: dict[asyncio.AbstractEventLoop, list[_Job]] = {}
-        """Of each loop: what was put in its present round."""
+        """Of each loop: what is gathered."""
         self._jobs: queue.SimpleQueue[list[_Job]] = queue.SimpleQueue()
         self._waiting: deque[_Job] = deque()
         self.child: Worker | None = None
@@ -187,11 +188,11 @@ class _Asking:
         atexit.register(self._end)
 
     def put(self, job: _Job) -> None:
-        """Ask about an episode, at once with those that end in the same round of its loop."""
+        """Ask about an episode, together with those that end in the same few rounds of its loop."""
         loop = job.answer.get_loop()
         if loop not in self._fresh:
             self._fresh[loop] = []
-            loop.call_soon(self._submit, loop)
+            after_rounds(loop, partial(self._submit, loop))
         self._fresh[loop].append(job)
 
     def _submit(self, loop: asyncio.AbstractEventLoop) -> None:
