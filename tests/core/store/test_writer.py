@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from journals import write_entries, write_result
 
+from engine.clocks import ROUNDS
 from engine.errors import StoreError
 from engine.store import RunStore, writer
 from engine.store.codec import encode_record
@@ -40,6 +41,34 @@ async def test_entries_of_one_moment_are_one_commit(store: RunStore, maker: Any)
     await asyncio.gather(*(write_entries(journal, maker.entry(1, n)) for n, journal in enumerate(journals[:64])))
     assert [statement.split(" ", 1)[0] for statement in seen] == ["INSERT"], "one statement is a commit"
     assert [len(store.journal(f"t{index}/0")) for index in range(200)] == [2] * 64 + [1] * 136
+
+
+async def test_entries_of_a_few_rounds_are_one_commit(store: RunStore, maker: Any) -> None:
+    first, *others = await begun(store, maker, ROUNDS)
+    seen = count_commits(store)
+
+    async def later(journal: Journal, rounds: int) -> None:
+        for _ in range(rounds):
+            await asyncio.sleep(0)
+        await write_entries(journal, maker.entry(0, rounds))
+
+    await asyncio.gather(later(first, 0), *(later(journal, at + 1) for at, journal in enumerate(others)))
+    assert [statement.split(" ", 1)[0] for statement in seen] == ["INSERT"]
+    assert [len(store.journal(f"t{index}/0")) for index in range(ROUNDS)] == [1] * ROUNDS
+
+
+async def test_many_entries_are_submitted_at_once(store: RunStore, maker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer, "MANY", 8)
+    journals = await begun(store, maker, 20)
+    lane = store._writer.lane()  # type: ignore[union-attr]
+    writes, gathered = [], []
+    for number, journal in enumerate(journals):
+        entry = maker.entry(0, number)
+        writes.append(journal.append(entry, encode_record(entry.record)))
+        gathered.append(len(lane.fresh))
+    assert gathered == [1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3, 4]
+    await asyncio.gather(*writes)
+    assert [len(store.journal(f"t{index}/0")) for index in range(20)] == [1] * 20
 
 
 async def test_a_commit_wakes_a_loop_once(store: RunStore, maker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
