@@ -9,7 +9,7 @@
     PYTHONPATH=OTHER_CHECKOUT python bench/calls.py    # another revision, measured in the same way
 
 A turn is one of `engine run` with the journal on, against a fake of SGLang in the same loop. The fake waits for 64 requests and
-answers them at once, 20 ms later, and what is called on its behalf is left out. The figures of a turn are those of a run of 256 episodes
+answers them at once, 50 ms later, and what is called on its behalf is left out. The figures of a turn are those of a run of 256 episodes
 less those of a run of 128, over the turns between, after a run that warms up; all threads are counted. They vary by about 5 with
 how many tool calls and rows of the journal one round of a loop takes.
 
@@ -57,7 +57,7 @@ ROOT = Path(__file__).parents[1]
 BATCH = 64
 """Requests that the fake answers at once."""
 EPISODES = (128, 256)
-LATENCY = 0.02
+LATENCY = 0.05
 """Seconds until it answers them: far less than a server takes, and more than the commit of what came before."""
 IDLE = 0.1
 """Seconds without a request after which the fake answers those that it has."""
