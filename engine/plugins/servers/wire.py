@@ -110,7 +110,6 @@ class RequestEncoder:
         self._layout = layout
         self._own_prefixes = f"{secrets.token_hex(8)}/" if own_prefixes else None
         self._memory = memory
-
         self._used = 0
         self._known: OrderedDict[str, tuple[np.ndarray, tuple[bytes, ...], int]] = OrderedDict()
         """By episode: the ids of the newest prompt, the tape's own where they are read-only, since what is on a tape is
@@ -188,14 +187,7 @@ class RequestEncoder:
         )
 
     def text_of(self, ids: np.ndarray) -> bytes:
-        """The JSON of ids, int32 [tokens], without the brackets.
-
-        Raises:
-            IndexError: One of them is outside the vocabulary.
-        """
-        unsigned = ids.view(np.uint32)  # a negative id is the largest
-        if ids.size and unsigned.item(unsigned.argmax()) >= self.vocab_size:
-            raise IndexError
+        """The JSON of ids, int32 [tokens], without the brackets."""
         return msgspec.json.encode(ids.tolist())[1:-1]
 
     def forget(self, episode_id: str) -> None:
@@ -210,15 +202,15 @@ class RequestEncoder:
         if (before := self._known.get(episode_id)) is not None and begins_with(ids, before[0]):
             tail, text = ids[before[0].size :], before[1]
         if tail.size:
-            try:
-                text = _longer(text, self.text_of(tail))
-            except IndexError:
-                at = int(np.flatnonzero(tail.view(np.uint32) >= self.vocab_size)[0])
+            unsigned = tail.view(np.uint32)  # a negative id is the largest
+            at = int(unsigned.argmax())
+            if unsigned.item(at) >= self.vocab_size:
                 raise BackendError(
                     f"token {len(ids) - len(tail) + at} of the prompt is id {int(tail[at])}; the model's vocabulary is "
                     f"[0, {self.vocab_size}), and such an id can end the server",
                     kind="bad_prompt",
-                ) from None
+                )
+            text = _longer(text, self.text_of(tail))
         self.forget(episode_id)
         size = ids.nbytes + sum(map(len, text))
         self._known[episode_id] = ids.copy() if ids.flags.writeable else ids, text, size
